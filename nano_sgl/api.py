@@ -1,0 +1,506 @@
+"""API: what clients send becomes requests, and what the engine answers becomes what clients expect.
+
+Three dialects, one engine: OpenAI's chat and completions, and SGLang's native /generate. Each is read into the same `Call` and spoken by its own
+`Answer`, so the engine knows nothing of JSON and a fourth dialect is one reader and one answer more.
+
+      body (bytes) --read_json, sort_fields--> ChatBody + sampling --Reader.chat--> Call: [Request, ...] + ChatAnswer
+                                                                                             engine: Chunk, Chunk, ...
+      SSE events, or one JSON body  <--------------- ChatAnswer.add(chunk) ------------------------/
+
+  Reader   bodies -> Calls for one model: tokenises, renders chats, fills in defaults, checks everything that needs no engine.
+  Call     prompts x n samples, each a Request. They are submitted together.
+  Choice   what has arrived of one sample. A plain answer is made of Choices, a stream of the chunks that were added to them: one
+           state, so both say the same.
+
+Every field of a body is treated by one rule: it is obeyed, or refused by name with status 400, or listed in NO_EFFECT with the reason why it
+changes nothing here. A null is a field not given. Types and ranges are `protocol`'s; what is read here are only the routes' own names.
+
+Work is bounded before it is done: lists are counted before anything is built for their entries, and a text with more characters than the longest
+token times the context is refused before it is tokenised.
+
+Invariant: `usage` counts a prompt once however many samples it has; text, ids, logprobs of a choice are cut by the engine, never here.
+Cost: one tokenisation a prompt; about 20 us of JSON a chunk. Stops holding: text in, text out; tools and response formats are refused by name.
+Source: OpenAI's API reference (chat, completions, legacy logprobs), SGLang 0.5's /generate.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import time
+import uuid
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from .chat import ChatTemplate, Codec, Message, read_messages
+from .protocol import ALIASES, RANGES, Chunk, Logprob, Ready, Request, RequestError, SamplingParams, convert, refusal, show
+
+MAX_PROMPTS = 1024          # in one call
+MAX_CHOICES = 4096          # prompts times n in one call
+LOWEST_LOGPROB = -9999.0    # JSON has no infinity
+
+# Fields that OpenAI defines and that change nothing about an answer here.
+NO_EFFECT = {
+    "user": "names the end user, for abuse reports",
+    "safety_identifier": "the same, hashed",
+    "metadata": "labels for a dashboard",
+    "store": "keeps the answer on OpenAI's side",
+    "service_tier": "a price class",
+    "prompt_cache_key": "a hint where the prefix may be cached; the radix tree finds it anyway",
+    "prompt_cache_retention": "how long to keep it; the eviction policy decides",
+    "prediction": "a guess at the answer, which could only make it faster",
+    "parallel_tool_calls": "there are no tools to call",
+}
+# Fields that are known and not supported, with the values that mean "not used": those pass, any other value is refused by name.
+NOT_USED: dict[str, list] = {
+    "tools": [[]], "tool_choice": ["none", "auto"], "functions": [[]], "function_call": ["none", "auto"],
+    "response_format": [{"type": "text"}], "modalities": [["text"]], "audio": [], "web_search_options": [], "reasoning_effort": ["none"],
+    "best_of": [1], "suffix": [""], "chat_template": [], "spaces_between_special_tokens": [True], "return_hidden_states": [False],
+}
+# Sampling fields that each route spells in its own way; all others a body may hold as they are.
+LOGPROB_FIELDS = {"logprobs", "prompt_logprobs", "logprob_start_len"}
+
+
+# ---------------------------------------------------------------------------------------------------------------- bodies: JSON -> Call
+
+class StreamOptions(msgspec.Struct):
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class Body(msgspec.Struct, kw_only=True):
+    """What the routes have in common, beside the sampling fields. A missing model is the one that is served."""
+    model: str | None = None
+    stream: bool = False
+    rid: str | list[str] | None = None
+    cache_salt: str = ""
+    extra_key: str = ""
+    priority: int = 0
+    routing_key: str | None = None
+
+
+class ChatBody(Body, kw_only=True):
+    messages: list[Message]
+    stream_options: StreamOptions | None = None
+    max_completion_tokens: int | None = None
+    logprobs: bool = False
+    top_logprobs: int | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class CompletionBody(Body, kw_only=True):
+    prompt: str | list[str | int | list[int]]
+    stream_options: StreamOptions | None = None
+    echo: bool = False
+    logprobs: int | None = None
+
+
+class GenerateBody(Body, kw_only=True):
+    text: str | list[str] | None = None
+    input_ids: list[int | list[int]] | None = None
+    sampling_params: dict[str, Any] | list[dict[str, Any]] = {}
+    return_logprob: bool | list[bool] = False
+    logprob_start_len: int | list[int] = -1    # -1: logprobs of the output only
+    top_logprobs_num: int | list[int] = 0
+    return_text_in_logprobs: bool = False
+
+
+def read_json(raw: bytes) -> dict:
+    """The object a body holds, without its nulls (a null is a field not given). RequestError says what is wrong."""
+    try:
+        value = msgspec.json.decode(raw)
+    except RecursionError:
+        raise RequestError("the body is not usable JSON: it is nested too deeply") from None
+    except msgspec.DecodeError as error:
+        raise _not_json(raw, error) from None
+    if not isinstance(value, dict):
+        raise RequestError(f"the body must be a JSON object, got {show(value)}")
+    return {name: given for name, given in value.items() if given is not None}
+
+
+def _not_json(raw: bytes, error: msgspec.DecodeError) -> RequestError:
+    """Why a body is not JSON. Python's own parser is laxer (NaN, lone surrogates): what it takes, it can name."""
+    try:
+        fields = json.loads(raw)
+        for name, given in [*fields.items(), *(fields.get("sampling_params") or {}).items()]:
+            if isinstance(given, float) and not abs(given) < float("inf"):
+                return RequestError(f"{name}: {given} is not JSON; expected a finite number", name)
+            if _has_lone_surrogate(given):
+                return RequestError(f"{name}: a text holds half of a surrogate pair, which is no character", name)
+    except (ValueError, RecursionError, AttributeError):
+        pass
+    return RequestError(f"the body is not valid JSON: {error}")
+
+
+def _has_lone_surrogate(given: Any) -> bool:
+    try:
+        json.dumps(given, ensure_ascii=False).encode()
+        return False
+    except UnicodeEncodeError:
+        return True
+
+
+def sort_fields(given: dict, kind: type[Body]) -> tuple[Body, dict]:
+    """The route's own fields as a `kind`, and the sampling fields. RequestError names a field that is not known, or not supported.
+
+    What nobody knows goes where most names live, to be refused there with the nearest name.
+    """
+    own_names, known_elsewhere = kind.__struct_fields__, LOGPROB_FIELDS | set(ALIASES)
+    own, sampling = {}, {}
+    for name, value in given.items():
+        if name in own_names:
+            own[name] = value
+        elif _is_used(name, value):
+            (own if kind is GenerateBody or name in known_elsewhere else sampling)[name] = value
+    for required in ("messages", "prompt"):
+        if required in own_names and required not in own:
+            raise RequestError(f"{required} is missing", required)
+    return convert(own, kind), sampling
+
+
+def _is_used(name: str, value: Any) -> bool:
+    """False for a field that changes nothing; RequestError for one that would, and is not supported."""
+    if name in NO_EFFECT or value is None or value in NOT_USED.get(name, ()):
+        return False
+    if name in NOT_USED:
+        raise RequestError(f"{name} is not supported by this server; leave it out (got {show(value)})", name)
+    return True
+
+
+@dataclass(frozen=True)
+class Prompt:
+    ids: list[int]
+    text: str | None = None  # None: it was given as ids
+
+
+@dataclass
+class Call:
+    """One HTTP call, read."""
+    requests: list[Request]
+    answer: "Answer"
+    stream: bool
+
+
+class Reader:
+    """Bodies -> Calls, for one model. Pure host work, safe in any thread."""
+
+    def __init__(self, ready: Ready, model: str, template: str | None = None):
+        """model: the name clients use. template: a chat template instead of the model's; ValueError where it is none."""
+        self.ready, self.model = ready, model
+        self.codec = Codec(ready.tokenizer_json)
+        template = template or ready.chat_template
+        self.template = ChatTemplate(self.codec, template, ready.special_tokens) if template else None
+
+    def chat(self, raw: bytes) -> Call:
+        body, sampling = sort_fields(read_json(raw), ChatBody)
+        self._check(body)
+        if self.template is None:
+            raise RequestError("this model has no chat template: use /v1/completions, or start the server with --chat-template FILE", "messages")
+        if body.top_logprobs is not None and not body.logprobs:
+            raise RequestError("top_logprobs needs logprobs: true", "top_logprobs")
+        for name, kin in (("top_logprobs", "logprobs"), ("max_completion_tokens", "max_tokens")):
+            if not RANGES[kin].holds(getattr(body, name)):
+                raise refusal(name, getattr(body, name), str(RANGES[kin]))
+        messages = read_messages(body.messages)
+        self.codec.check_length(sum(len(m["content"]) for m in messages), self.ready.context_len)
+        if len(messages) > self.ready.context_len:
+            raise RequestError(f"{len(messages)} messages cannot fit into a context of {self.ready.context_len} tokens", "messages")
+        ids = self.template.encode(messages, continue_final=body.continue_final_message, add_generation_prompt=body.add_generation_prompt,
+                                   variables=body.chat_template_kwargs)
+        sampling.setdefault("max_tokens", None)
+        if body.max_completion_tokens is not None:
+            sampling["max_tokens"] = body.max_completion_tokens
+        params = self._params(sampling, logprobs=(body.top_logprobs or 0) if body.logprobs else None)
+        return self._call(body, [Prompt(ids)], [params], ChatAnswer, "chatcmpl-")
+
+    def completion(self, raw: bytes) -> Call:
+        body, sampling = sort_fields(read_json(raw), CompletionBody)
+        self._check(body)
+        sampling.setdefault("max_tokens", 16)
+        params = self._params(sampling, logprobs=body.logprobs, prompt_logprobs=body.logprobs if body.echo else None)
+        prompts = self._prompts(body.prompt, "prompt")
+        return self._call(body, prompts, [params] * len(prompts), CompletionAnswer, "cmpl-")
+
+    def generate(self, raw: bytes) -> Call:
+        body, _ = sort_fields(read_json(raw), GenerateBody)
+        self._check(body)
+        if (body.text is None) == (body.input_ids is None):
+            raise RequestError("give either text or input_ids", "text")
+        name = "text" if body.text is not None else "input_ids"
+        prompts = self._prompts(body.text if body.text is not None else body.input_ids, name)
+        wanted = zip(*(_for_each(getattr(body, name), len(prompts), name)
+                       for name in ("sampling_params", "return_logprob", "logprob_start_len", "top_logprobs_num")))
+        params = [self._native_params(*w) for w in wanted]
+        single = params[0].n == 1 and (isinstance(body.text, str) or body.text is None and isinstance(body.input_ids[0], int))
+        return self._call(body, prompts, params, GenerateAnswer, "", single=single)
+
+    def _native_params(self, given: dict, logprob: bool, start: int, top: int) -> SamplingParams:
+        kept = {name: value for name, value in given.items() if _is_used(name, value)}
+        if misplaced := LOGPROB_FIELDS & set(kept):
+            raise RequestError(f"sampling_params: {misplaced.pop()} is spelled return_logprob, top_logprobs_num and logprob_start_len on this "
+                               "route, beside sampling_params", "sampling_params")
+        if logprob:
+            kept["logprobs"] = top
+            if start >= 0:
+                kept.update(prompt_logprobs=top, logprob_start_len=start)
+        params = SamplingParams.from_dict(kept)
+        params.verify(self.ready.vocab_size, self.ready.context_len)
+        return params
+
+    def _check(self, body: Body) -> None:
+        if body.model is not None and body.model != self.model:
+            raise RequestError(f"the model {show(body.model)} is not served here; this server has {self.model!r}", "model", 404)
+        if getattr(body, "stream_options", None) is not None and not body.stream:
+            raise RequestError("stream_options is for stream: true", "stream_options")
+
+    def _params(self, sampling: dict, **logprobs: int | None) -> SamplingParams:
+        """The parameters of an OpenAI route: the model's recommended values where the client gives none."""
+        params = SamplingParams.from_dict({**self.ready.generation_defaults, **sampling, **logprobs})
+        params.verify(self.ready.vocab_size, self.ready.context_len)
+        return params
+
+    def _prompts(self, given: str | list, name: str) -> list[Prompt]:
+        """One text, one list of ids, or a list of either."""
+        if given == []:
+            raise RequestError(f"{name} is an empty list", name)
+        items = [given] if isinstance(given, str) or isinstance(given[0], int) else given
+        if len(items) > MAX_PROMPTS:
+            raise RequestError(f"{name} holds {len(items)} prompts; at most {MAX_PROMPTS} go into one call", name)
+        prompts = []
+        for n, item in enumerate(items):
+            if isinstance(item, str):
+                self.codec.check_length(len(item), self.ready.context_len)
+                prompts.append(Prompt(self.codec.encode(item), item))
+            elif isinstance(item, list) and all(type(i) is int for i in item):
+                prompts.append(Prompt(item))
+            else:
+                raise RequestError(f"{name}[{n}]: expected text or a list of token ids, got {show(item)}", name)
+        return prompts
+
+    def _call(self, body: Body, prompts: list[Prompt], params: list[SamplingParams], answer: type["Answer"], prefix: str, **options) -> Call:
+        if sum(p.n for p in params) > MAX_CHOICES:
+            raise RequestError(f"{len(prompts)} prompts with n = {params[0].n} are too many answers; at most {MAX_CHOICES} in one call", "n")
+        for name in ("cache_salt", "extra_key"):
+            if "\0" in getattr(body, name):
+                raise RequestError(f"{name} must not hold a NUL character", name)
+        namespace = body.cache_salt + ("\0" + body.extra_key if body.extra_key else "")
+        base = prefix + uuid.uuid4().hex
+        many = [f"{base}-{n}" for n in range(len(prompts))] if len(prompts) > 1 else [base]
+        if isinstance(body.rid, str):
+            base, many = body.rid, [body.rid if len(prompts) == 1 else f"{body.rid}-{n}" for n in range(len(prompts))]
+        elif body.rid is not None:
+            many = _for_each(body.rid, len(prompts), "rid")
+        choices = []
+        for prompt, p, rid in zip(prompts, params, many):
+            one = msgspec.structs.replace(p, n=1)
+            for index in range(p.n):
+                request = Request(rid=rid if p.n == 1 else f"{rid}-{index}", prompt_ids=prompt.ids, params=one, index=index, stream=body.stream,
+                                  namespace=namespace, priority=body.priority, routing_key=body.routing_key)
+                if index == 0:
+                    request.verify(self.ready.vocab_size, self.ready.context_len)
+                choices.append(Choice(len(choices), request, prompt, self.codec))
+        if len({c.request.rid for c in choices}) < len(choices):
+            raise RequestError("rid: two requests of one call have the same id", "rid")
+        return Call([c.request for c in choices], answer(base, self.model, body, choices, self.codec, **options), body.stream)
+
+
+def _for_each(value: Any, count: int, name: str) -> list:
+    """A field of a call with several prompts: one value for all, or a list of one each."""
+    if not isinstance(value, list):
+        return [value] * count
+    if len(value) != count:
+        raise RequestError(f"{name} has {len(value)} entries for {count} prompts", name)
+    return value
+
+
+# -------------------------------------------------------------------------------------------------------------- answers: chunks -> JSON
+
+class Choice:
+    """One sample of one prompt: what has arrived of it."""
+
+    def __init__(self, index: int, request: Request, prompt: Prompt, codec: Codec):
+        self.index, self.request, self.prompt, self.codec = index, request, prompt, codec
+        self.text = ""
+        self.output_ids: list[int] = []
+        self.logprobs: list[Logprob] = []
+        self.prompt_logprobs: list[Logprob] = []
+        self.finish_reason: str | None = None
+        self.stop_reason: str | int | None = None
+        self.cached_tokens = 0
+        self.started = False
+        self._offset, self._utf8 = 0, codecs.getincrementaldecoder("utf-8")("replace")
+
+    def add(self, chunk: Chunk) -> None:
+        self.text += chunk.text
+        self.output_ids += chunk.output_ids
+        self.logprobs += chunk.logprobs or ()
+        self.prompt_logprobs += chunk.prompt_logprobs or ()
+        self.finish_reason, self.stop_reason, self.cached_tokens = chunk.finish_reason, chunk.stop_reason, chunk.cached_tokens
+
+    def offset_of_next(self, token_id: int) -> int:
+        """Characters before a token, in the text of the tokens that were asked about so far."""
+        offset = self._offset
+        self._offset += len(self._utf8.decode(self.codec.token_bytes(token_id)))
+        return offset
+
+    @property
+    def echo(self) -> str:
+        return self.prompt.text if self.prompt.text is not None else self.codec.decode(self.prompt.ids)
+
+
+class Answer:
+    """What a call has got so far, and how its API says it. `choices` lie prompt by prompt, sample by sample."""
+
+    def __init__(self, id: str, model: str, body: Body, choices: list[Choice], codec: Codec):
+        self.id, self.model, self.body, self.codec = id, model, body, codec
+        self.choices = choices
+        self.by_rid = {c.request.rid: c for c in choices}
+        self.created, self.start = int(time.time()), time.monotonic()
+        options = getattr(body, "stream_options", None) or StreamOptions()
+        self.include_usage, self.continuous_usage = options.include_usage, options.continuous_usage_stats
+
+    def add(self, chunk: Chunk) -> list:
+        """Take a chunk; returns the events it makes in a stream."""
+        choice = self.by_rid[chunk.rid]
+        choice.add(chunk)
+        events = self.events(choice, chunk) if self.body.stream else []
+        choice.started = True
+        return events
+
+    def usage(self) -> dict:
+        """Tokens of the call: each prompt counts once, however many samples it has."""
+        firsts = [c for c in self.choices if c.request.index == 0]
+        prompt_tokens, completion_tokens = sum(len(c.prompt.ids) for c in firsts), sum(len(c.output_ids) for c in self.choices)
+        return {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens, "total_tokens": prompt_tokens + completion_tokens,
+                "prompt_tokens_details": {"cached_tokens": sum(c.cached_tokens for c in firsts)}}
+
+    def events(self, choice: Choice, chunk: Chunk) -> list:
+        raise NotImplementedError
+
+    def last_events(self) -> list:
+        """What follows the last chunk of a stream, before [DONE]."""
+        return [self._head([], usage=self.usage())] if self.include_usage else []
+
+    def body_json(self) -> Any:
+        return self._head([self.choice_json(c) for c in self.choices], usage=self.usage())
+
+    def choice_json(self, choice: Choice) -> dict:
+        raise NotImplementedError
+
+    def _head(self, choices: list[dict], usage: dict | None) -> dict:
+        head = {"id": self.id, "object": self.object + (".chunk" if self.body.stream and self.object == "chat.completion" else ""),
+                "created": self.created, "model": self.model, "choices": choices}
+        if usage is not None or self.include_usage:
+            head["usage"] = usage
+        return head
+
+    def _event(self, choice: Choice, content: dict, logprobs: dict | None, finished: bool) -> dict:
+        """One chunk of an OpenAI stream."""
+        return self._head([{"index": choice.index, **content, "logprobs": logprobs,
+                            "finish_reason": choice.finish_reason if finished else None,
+                            **({"matched_stop": choice.stop_reason} if finished else {})}],
+                          usage=self.usage() if self.continuous_usage else None)
+
+
+class ChatAnswer(Answer):
+    object = "chat.completion"
+
+    def events(self, choice: Choice, chunk: Chunk) -> list:
+        events = []
+        if not choice.started:
+            events.append(self._event(choice, {"delta": {"role": "assistant", "content": ""}}, None, finished=False))
+        logprobs = self._logprobs(chunk.logprobs) if chunk.logprobs is not None else None
+        if chunk.text or logprobs:
+            events.append(self._event(choice, {"delta": {"content": chunk.text}}, logprobs, finished=False))
+        if chunk.finish_reason:
+            events.append(self._event(choice, {"delta": {}}, None, finished=True))
+        return events
+
+    def choice_json(self, choice: Choice) -> dict:
+        return {"index": choice.index, "message": {"role": "assistant", "content": choice.text, "refusal": None},
+                "logprobs": self._logprobs(choice.logprobs) if self.body.logprobs else None,
+                "finish_reason": choice.finish_reason, "matched_stop": choice.stop_reason}
+
+    def _logprobs(self, entries: list[Logprob]) -> dict:
+        def show_token(token_id: int, logprob: float) -> dict:
+            return {"token": self.codec.token_text(token_id), "logprob": max(logprob, LOWEST_LOGPROB),
+                    "bytes": list(self.codec.token_bytes(token_id))}
+        return {"content": [{**show_token(e.token_id, e.logprob), "top_logprobs": [show_token(*top) for top in e.top]} for e in entries],
+                "refusal": None}
+
+
+class CompletionAnswer(Answer):
+    object = "text_completion"
+
+    def events(self, choice: Choice, chunk: Chunk) -> list:
+        first = not choice.started
+        text = (choice.echo if self.body.echo and first else "") + chunk.text
+        entries = [*(chunk.prompt_logprobs or ()), *(chunk.logprobs or ())]
+        logprobs = self._logprobs(choice, entries) if entries else None
+        if not (text or logprobs or chunk.finish_reason):
+            return []
+        return [self._event(choice, {"text": text}, logprobs, finished=chunk.finish_reason is not None)]
+
+    def choice_json(self, choice: Choice) -> dict:
+        logprobs = None if self.body.logprobs is None else self._logprobs(choice, choice.prompt_logprobs + choice.logprobs)
+        return {"index": choice.index, "text": (choice.echo if self.body.echo else "") + choice.text, "logprobs": logprobs,
+                "finish_reason": choice.finish_reason, "matched_stop": choice.stop_reason}
+
+    def _logprobs(self, choice: Choice, entries: list[Logprob]) -> dict:
+        tops = []
+        for e in entries:
+            top: dict[str, float] = {}
+            for token_id, logprob in [*e.top, (e.token_id, e.logprob)]:  # the sampled token is always among them
+                if logprob is not None:
+                    top.setdefault(self.codec.token_text(token_id), max(logprob, LOWEST_LOGPROB))
+            tops.append(top if self.body.logprobs and e.logprob is not None else None)
+        return {"tokens": [self.codec.token_text(e.token_id) for e in entries],
+                "token_logprobs": [None if e.logprob is None else max(e.logprob, LOWEST_LOGPROB) for e in entries],
+                "top_logprobs": tops, "text_offset": [choice.offset_of_next(e.token_id) for e in entries]}
+
+
+class GenerateAnswer(Answer):
+    """SGLang's own format: every event holds all there is so far."""
+
+    def __init__(self, *args, single: bool):
+        super().__init__(*args)
+        self.single = single
+
+    def events(self, choice: Choice, chunk: Chunk) -> list:
+        return [self.choice_json(choice) if self.single else {**self.choice_json(choice), "index": choice.index}]
+
+    def last_events(self) -> list:
+        return []
+
+    def body_json(self) -> Any:
+        found = [self.choice_json(c) for c in self.choices]
+        return found[0] if self.single else found
+
+    def choice_json(self, choice: Choice) -> dict:
+        params, matched = choice.request.params, choice.stop_reason
+        reason = {"stop": {"type": "stop", "matched": matched}, "length": {"type": "length", "length": len(choice.output_ids)},
+                  None: None}.get(choice.finish_reason, {"type": choice.finish_reason, "message": "the request was aborted"})
+        meta = {"id": choice.request.rid, "finish_reason": reason, "prompt_tokens": len(choice.prompt.ids),
+                "completion_tokens": len(choice.output_ids), "cached_tokens": choice.cached_tokens,
+                "e2e_latency": time.monotonic() - self.start}
+        if params.logprobs is not None:
+            meta["output_token_logprobs"] = self._pairs(choice.logprobs)
+            meta["input_token_logprobs"] = self._pairs(choice.prompt_logprobs)
+            if params.logprobs:
+                meta["output_top_logprobs"] = self._tops(choice.logprobs)
+                meta["input_top_logprobs"] = self._tops(choice.prompt_logprobs)
+        return {"text": choice.text, "output_ids": choice.output_ids, "meta_info": meta}
+
+    def _token(self, token_id: int, logprob: float | None) -> tuple:
+        return (None if logprob is None else max(logprob, LOWEST_LOGPROB), token_id,
+                self.codec.token_text(token_id) if self.body.return_text_in_logprobs else None)
+
+    def _pairs(self, entries: list[Logprob]) -> list[tuple]:
+        return [self._token(e.token_id, e.logprob) for e in entries]
+
+    def _tops(self, entries: list[Logprob]) -> list[list[tuple] | None]:
+        return [[self._token(*top) for top in e.top] if e.logprob is not None else None for e in entries]

@@ -1,0 +1,727 @@
+"""Engine: the loop that turns requests into text, and `LLM`, the engine as a Python object.
+
+One step is three calls, and they are the whole story:
+
+      batch  = scheduler.next_batch()      host integers: which rows, how many tokens, where their KV goes
+      flight = self._launch(batch)         tensors: row writes -> forward -> sample -> tokens scattered into the device rows
+      chunks = self._process(flight)       the step's tokens reach the host: text, stop conditions, scheduler.commit
+
+`_launch` never looks at a value the device has computed: input ids, positions and KV slots are gathered from the device rows by row number, the
+sampled tokens are scattered back there. So a second step could be launched before the first one's tokens are known; how many steps may be in
+flight is `self.depth` (0: each step is processed before the next is planned), and nothing else depends on it.
+
+      rows     tokens [R, C]  table [R, C]  length [R]           what a row knows, where its KV is, how much of it
+      step     position = length[row] + offset;  id = tokens[row, position];  slot = table[row, position]
+      after    tokens[row, length + q] = sampled;  length[row] += q
+
+This file alone holds text and tensors together. `TextStream` turns one request's ids into text as they come: nothing of a character that is not
+complete and nothing that may be the beginning of a stop string leaves it, so what was streamed never has to be taken back.
+
+A step that fails (out of memory, a bug in a kernel) costs its requests that step: the scheduler takes back what it had given it and queues
+them again; after a second failure a request ends with the error. The engine goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import logging
+import os
+import queue
+import secrets
+import threading
+import time
+from collections.abc import AsyncIterator, Collection, Iterator, Sequence
+from dataclasses import dataclass, field, fields
+
+import numpy as np
+import regex
+import torch
+from tqdm import tqdm
+
+from . import kernels, sampling, weights
+from .memory import KVPool, Rows, SlotAllocator
+from .chat import ChatTemplate, Codec, Message, read_messages
+from .model import ForwardBatch, Model, load
+from .protocol import Chunk, Logprob, Output, Request, RequestError, SamplingParams, convert, derive_seed
+from .radix import EVICTION, Tree
+from .scheduler import POLICIES, Batch, Req, Scheduler
+
+log = logging.getLogger("nano_sgl")
+
+HEAD_ROWS = 256             # prompt logprobs: hidden states per call of the head, so that logits stay small
+STOP_SEARCH_SECONDS = 0.05  # a stop_regex that searches longer ends its request
+CPU_POOL_TOKENS = 65_536
+
+
+def flag(default, text: str, choices: Collection[str] | None = None):
+    """A field of EngineConfig: its default, its line in `--help`, the values it may take (a registry: also what is registered later)."""
+    return field(default=default, metadata={"help": text, "choices": choices})
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Every flag of the engine: keywords of `LLM`, command-line flags of the server (dashes for underscores)."""
+    model: str = flag("demo", "demo, a local directory, a Hugging Face id or a .gguf file")
+    dtype: str = flag("auto", "auto is the checkpoint's", ("auto", "float32", "bfloat16", "float16"))
+    device: str = flag("auto", "auto is cuda where there is one, else cpu")
+    context_length: int | None = flag(None, "tokens of prompt and output together; the model's by default")
+    max_running_requests: int | None = flag(None, "rows of a batch; 64 on CPU, 256 on GPU by default")
+    max_total_tokens: int | None = flag(None, "KV slots; by default what memory allows (CPU: at most 65536)")
+    mem_fraction_static: float = flag(0.88, "share of GPU memory for weights and KV")
+    chunked_prefill_size: int | None = flag(None, "tokens a step; 512 on CPU, 8192 on GPU by default")
+    page_size: int = flag(1, "KV slots a page, 1 to 64")
+    schedule_policy: str = flag("fcfs", "order of the waiting requests", POLICIES)
+    radix_eviction_policy: str = flag("lru", "which cached prefix goes first", EVICTION)
+    disable_radix_cache: bool = flag(False, "keep no KV of finished requests and share none")
+    attention_backend: str | None = flag(None, "triton on GPU, torch on CPU by default", kernels.ATTENTION)
+    random_seed: int | None = flag(None, "base of the seeds of requests that name none; random by default")
+    threads: int | None = flag(None, "CPU threads; as many as cores by default")
+
+    def __post_init__(self):
+        for f in fields(self):
+            value, choices = getattr(self, f.name), f.metadata["choices"]
+            if choices and value is not None and value not in choices:
+                raise ValueError(f"{f.name} is {value!r}, expected one of {', '.join(choices)}")
+        for name in ("context_length", "max_running_requests", "max_total_tokens", "chunked_prefill_size", "threads"):
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or value < 1):
+                raise ValueError(f"{name} is {value!r}, expected a positive integer")
+        if not 0 < self.mem_fraction_static <= 1:
+            raise ValueError(f"mem_fraction_static is {self.mem_fraction_static!r}, expected a number above 0 and at most 1")
+
+
+# ------------------------------------------------------------------------------------------------------------------------- text
+
+class TextStream:
+    """Ids in, text out, for one request: incremental detokenisation, stop strings, stop ids, length.
+
+    `text` is what is decoded for certain, `text[:sent]` has been handed out. `push` takes one token and says why the request ends, if it does.
+    """
+
+    def __init__(self, tokenizer, params: SamplingParams, end_ids: Sequence[int], max_new: int):
+        self._decode = lambda ids: tokenizer.decode(ids, skip_special_tokens=params.skip_special_tokens)
+        self.params, self.max_new = params, max_new
+        self.stop_ids = set() if params.ignore_eos else set(end_ids) | set(params.stop_token_ids or ())
+        strings = params.stop_strings()
+        self.patterns = [regex.compile("|".join(map(regex.escape, strings)))] if strings else []
+        self.patterns += params.stop_patterns()
+        self.ids: list[int] = []
+        self.text, self.sent, self.held = "", 0, 0   # text[held:] may be the beginning of a stop string
+        self._window, self._shown = 0, ""            # ids[_window:] are still decoded together; _shown of their text is in self.text
+        self.stop_reason: str | int | None = None
+
+    def push(self, token: int) -> str | None:
+        """One more token; returns "stop" or "length" when the request ends with it."""
+        self.ids.append(token)
+        is_stop = token in self.stop_ids
+        if not is_stop or self.params.no_stop_trim:
+            self._decode_more()
+        if len(self.ids) >= self.params.min_tokens and self._search():
+            return "stop"
+        if is_stop:
+            self.stop_reason = token
+            return "stop"
+        return "length" if len(self.ids) >= self.max_new else None
+
+    def _decode_more(self) -> None:
+        whole = self._decode(self.ids[self._window:])
+        certain = whole
+        if whole.endswith("\ufffd"):  # a character may lack bytes: at most three of them are shown as replacements
+            certain = whole[:max(len(whole.rstrip("\ufffd")), len(whole) - 3)]
+        if len(certain) > len(self._shown):
+            self.text += certain[len(self._shown):]
+            self._shown = certain
+        if certain == whole and len(self.ids) - self._window > 8:
+            # Decoding starts again a few ids back, for an id's text can depend on its neighbour (spaces, word pieces).
+            self._window = len(self.ids) - 4
+            self._shown = self._decode(self.ids[self._window:])
+
+    def _search(self) -> bool:
+        """Look for a stop in what is new; remember from where on the text may still become one."""
+        start, held = self.held, len(self.text)
+        for pattern in self.patterns:
+            match = pattern.search(self.text, start, partial=True, timeout=STOP_SEARCH_SECONDS)
+            if match and not match.partial:
+                self.stop_reason = match.group()
+                self.text = self.text[:match.end() if self.params.no_stop_trim else match.start()]
+                self.held = len(self.text)
+                return True
+            if match:
+                held = min(held, match.start())
+        self.held = held
+        return False
+
+    def take(self, final: bool = False) -> str:
+        """Text that is certain and has not been taken yet; `final`: everything there will be."""
+        if final and not self.stop_reason:
+            whole = self._decode(self.ids[self._window:])
+            self.text += whole[len(self._shown):]
+            self._shown = whole
+        end = len(self.text) if final else self.held if self.patterns else len(self.text)
+        piece = self.text[self.sent:end]
+        self.sent = max(self.sent, end)
+        return piece
+
+
+@dataclass
+class Stream:
+    """What the engine keeps of a request beside the scheduler's `Req`."""
+    req: Req
+    text: TextStream
+    unsent: Chunk                      # collects what has not been handed out
+    seed: int
+    prompt_logprobs: list[Logprob] | None = None
+
+
+@dataclass
+class Flight:
+    """A launched step and the tensors it will leave."""
+    batch: Batch
+    sampled: sampling.Sampled | None
+    sampled_reqs: list[Req]
+    prompt: list[tuple[Req, int, torch.Tensor, torch.Tensor, torch.Tensor]]  # request, first position, logprobs, top ids, top logprobs
+
+
+# ----------------------------------------------------------------------------------------------------------------------- engine
+
+class Engine:
+    """Model, memory, scheduler and sampler of one device. `add`, `abort` and `step` must be called from one thread."""
+
+    depth = 0  # steps in flight while the next is planned
+
+    def __init__(self, config: EngineConfig):
+        self.config = config
+        self.device = ("cuda" if torch.cuda.is_available() else "cpu") if config.device == "auto" else config.device
+        on_cpu = self.device == "cpu"
+        if on_cpu and config.threads:
+            torch.set_num_threads(config.threads)
+        self.path = weights.resolve(config.model)
+        self.tokenizer = weights.load_tokenizer(self.path)
+        self.model: Model = load(self.path, config.dtype, self.device, context_len=config.context_length)
+        model = self.model.config
+        self.vocab_size = model.vocab_size
+        self.end_ids = weights.end_ids(self.path, self.tokenizer)
+        self.context_len = config.context_length or model.context_len
+        if self.context_len > model.context_len:
+            raise ValueError(f"context_length is {self.context_len}, but the model was made for {model.context_len} positions")
+
+        max_running = config.max_running_requests or (64 if on_cpu else 256)
+        num_slots = self._pool_size(config.max_total_tokens)
+        slots = SlotAllocator(num_slots, config.page_size)
+        columns = -(-min(self.context_len, slots.capacity) // config.page_size) * config.page_size
+        self.rows = Rows(max_running, columns, self.device)
+        self.kv = KVPool(slots.capacity, config.page_size, model.num_layers, model.num_kv_heads, model.head_dim, self.model.dtype, self.device)
+        self.scheduler = Scheduler(
+            tree=Tree(config.page_size, config.radix_eviction_policy), slots=slots, rows=self.rows,
+            token_budget=config.chunked_prefill_size or (512 if on_cpu else 8192), max_running=max_running,
+            context_len=self.context_len, schedule_policy=config.schedule_policy, cache=not config.disable_radix_cache,
+            seed=config.random_seed or 0)
+        backend = config.attention_backend or ("torch" if on_cpu else "triton")
+        self.attention = kernels.ATTENTION[backend](model.num_heads, model.num_kv_heads, model.head_dim)
+        self.sampler = sampling.SamplingState(max_running + 1, self.vocab_size, self.device)
+        self.streams: dict[str, Stream] = {}
+        self.flights: collections.deque[Flight] = collections.deque()
+        self._seeds = np.random.default_rng(secrets.randbits(63) if config.random_seed is None else config.random_seed)
+        self._sampling_key: tuple = ()
+        self._sampling_batch: sampling.SamplingBatch | None = None
+        self._outbox: list[Chunk] = []
+
+    def _pool_size(self, wanted: int | None) -> int:
+        """KV slots: what was asked for, or what memory allows."""
+        model = self.model.config
+        per_slot = KVPool.bytes_per_slot(model.num_layers, model.num_kv_heads, model.head_dim, self.model.dtype)
+        if self.device == "cpu":
+            free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+            fits = min(CPU_POOL_TOKENS, free // 4 // per_slot)
+        else:
+            free, total = torch.cuda.mem_get_info()
+            fits = (free - int(total * (1 - self.config.mem_fraction_static))) // per_slot
+        num_slots = fits if wanted is None else wanted
+        if num_slots < self.config.page_size or num_slots * per_slot > free:
+            raise ValueError(f"a KV pool of {num_slots} tokens needs {num_slots * per_slot >> 20} MiB, {free >> 20} MiB are free; "
+                             f"set max_total_tokens to at most {fits}")
+        return num_slots
+
+    # -------------------------------------------------------------------------------------------------------------- requests in, out
+
+    def validate(self, request: Request) -> None:
+        """RequestError, which says what is wrong, where `add` would refuse. Reads only what never changes: safe in any thread."""
+        request.verify(self.vocab_size, self.context_len)
+        self.scheduler.validate(request)
+
+    def add(self, request: Request) -> None:
+        """Queue a request. RequestError where it cannot be served; nothing has changed then."""
+        self.validate(request)
+        params, ids = request.params, request.prompt_ids
+        req = self.scheduler.add(request)
+        base = params.seed if params.seed is not None else int(self._seeds.integers(2**63))
+        prompt_logprobs = None
+        if params.prompt_logprobs is not None:
+            prompt_logprobs = [Logprob(ids[0], None)] if params.logprob_start_len == 0 else []
+        self.streams[request.rid] = Stream(req, TextStream(self.tokenizer, params, self.end_ids, req.max_new), Chunk(rid=request.rid),
+                                           derive_seed(base, request.index), prompt_logprobs)
+
+    def abort(self, rid: str) -> bool:
+        """End a request in any state; its last chunk says "abort". False where it is not alive (any more)."""
+        if self.scheduler.abort(rid) is None:
+            return False
+        stream = self.streams.pop(rid, None)
+        if stream is not None:
+            self._outbox.append(self._close(stream, "abort"))
+        return True
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.scheduler.has_work or self.flights or self._outbox)
+
+    @torch.inference_mode()
+    def step(self) -> list[Chunk]:
+        """Plan, launch, process: what the step processed adds to each request. Empty where there was nothing to do."""
+        chunks, self._outbox = self._outbox, []
+        batch = self.scheduler.next_batch()
+        launching = [] if batch is None else [batch]
+        try:
+            if batch is not None:
+                self.flights.append(self._launch(batch))
+                launching = []
+            if self.flights and (len(self.flights) > self.depth or batch is None):
+                chunks += self._process(self.flights[0])
+                self.flights.popleft()
+        except Exception as error:  # whatever it was: its requests get an answer, the others go on
+            log.exception("a step failed")
+            lost = [flight.batch for flight in self.flights] + launching
+            self.flights.clear()
+            chunks += self._fail(lost, error)
+        return chunks
+
+    def _fail(self, batches: list[Batch], error: Exception) -> list[Chunk]:
+        chunks = []
+        self._sampling_key = ()
+        for req in self.scheduler.fail(batches):
+            stream = self.streams.pop(req.rid, None)
+            if stream is not None:
+                chunks.append(self._close(stream, "error", f"the engine failed on this request: {error}"))
+        return chunks
+
+    # ------------------------------------------------------------------------------------------------------------------------ launch
+
+    def _launch(self, batch: Batch) -> Flight:
+        """Run a batch. Everything here is work in stream order; no value of the device is read."""
+        rows = self.rows
+        rows.apply(batch.writes)
+        for req in batch.started:
+            self.sampler.set_row(req.row, req.params, seed=self.streams[req.rid].seed, prompt_ids=req.prompt, output_ids=req.output_ids, end_ids=self.end_ids)
+        forward, row_ids, last, ends = self._forward_batch(batch)
+        hidden = self.model.forward(forward, self.kv)  # [T, E]
+        prompt = self._prompt_logprobs(batch, hidden)
+        picked = np.flatnonzero(batch.samples)
+        sampled, reqs = None, [batch.reqs[i] for i in picked]
+        if reqs:
+            index = self._upload(picked)
+            logits = self.model.logits(hidden[last[index]])  # [N, V] f32
+            sampled = self.sampler.sample(logits, ends[index], self._sampling_params(reqs))
+            rows.tokens[row_ids[index], ends[index].clamp(max=rows.tokens.shape[1] - 1)] = sampled.tokens.to(torch.int32)
+        rows.length[row_ids] = ends.to(torch.int32)
+        return Flight(batch, sampled, reqs, prompt)
+
+    def _upload(self, values: np.ndarray) -> torch.Tensor:
+        """[n] int64 on the device."""
+        return torch.from_numpy(values.astype(np.int64, copy=False)).to(self.device, non_blocking=True)
+
+    def _forward_batch(self, batch: Batch) -> tuple[ForwardBatch, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The step's tensors; and per batch row: its table row, its last token in the step, its length after the step. [B] int64 each."""
+        rows = self.rows
+        ends = np.cumsum(batch.q_lens)
+        of_token = np.repeat(np.arange(len(batch.rows)), batch.q_lens)
+        offset = np.arange(batch.num_tokens) - np.repeat(ends - batch.q_lens, batch.q_lens)
+        row_ids, q_lens, of_token_t = self._upload(batch.rows), self._upload(batch.q_lens), self._upload(of_token)
+        start = rows.length[row_ids].long()                        # [B] i64
+        cols = start[of_token_t] + self._upload(offset)            # [T] i64 column and position of each token
+        token_rows = row_ids[of_token_t]                           # [T] i64
+        ids = rows.tokens[token_rows, cols].long()                 # [T] i64
+        slots = rows.table[token_rows, cols].long()                # [T] i64
+        if (batch.store_from > batch.starts).any():                # recomputed tokens: the tree has their KV, and it may be locked by others
+            slots = slots * (cols >= self._upload(batch.store_from)[of_token_t])
+        plan = kernels.plan(batch.rows, batch.q_lens, batch.kv_bounds, batch.shared, **self.attention.plan_options)
+        context = self.attention.prepare(plan, rows.table, cols)
+        forward = ForwardBatch(input_ids=ids, positions=cols, slots=slots, attention=(self.attention, context))
+        return forward, row_ids, self._upload(ends - 1), start + q_lens
+
+    def _sampling_params(self, reqs: list[Req]) -> sampling.SamplingBatch:
+        key = tuple((req.rid, req.row) for req in reqs)
+        if key != self._sampling_key:
+            self._sampling_key = key
+            self._sampling_batch = self.sampler.batch([(req.row, req.params, req.prompt_len) for req in reqs])
+        return self._sampling_batch
+
+    def _prompt_logprobs(self, batch: Batch, hidden: torch.Tensor) -> list:
+        """Logprobs of the prompt tokens that the step's hidden states predict, for the requests that asked for them."""
+        found, first_token = [], 0
+        for req, start, q_len in zip(batch.reqs, batch.starts.tolist(), batch.q_lens.tolist()):
+            if req.prompt_logprobs_from is not None:
+                first = max(start, req.prompt_logprobs_from - 1)  # the state at column c predicts the token at c + 1
+                last = min(start + q_len, req.prompt_len - 1)
+                for c in range(first, last, HEAD_ROWS):
+                    n = min(HEAD_ROWS, last - c)
+                    at = first_token + c - start
+                    targets = self._upload(req.prompt[c + 1:c + 1 + n])
+                    logits = self.model.logits(hidden[at:at + n])
+                    found.append((req, c + 1, *sampling.prompt_logprobs(logits, targets, req.params.prompt_logprobs)))
+            first_token += q_len
+        return found
+
+    # ----------------------------------------------------------------------------------------------------------------------- process
+
+    def _process(self, flight: Flight) -> list[Chunk]:
+        """The results of a step reach the host: text and stop conditions here, memory in the scheduler."""
+        for req, position, logprobs, top_ids, top_logprobs in flight.prompt:
+            if (stream := self.streams.get(req.rid)) is not None:
+                ids = req.prompt[position:position + len(logprobs)].tolist()
+                stream.prompt_logprobs += _logprobs(ids, logprobs, top_ids, top_logprobs)
+        new = self._sampled_by_request(flight)
+        chunks, tokens, finished = [], [], []
+        for req, complete in zip(flight.batch.reqs, flight.batch.complete.tolist()):
+            stream = self.streams.get(req.rid)
+            kept, reason, error = [], None, None
+            if stream is None or stream.req is not req:
+                reason = "gone"  # ended since the launch: what the step sampled for it is dropped
+            elif req.max_new == 0:
+                reason = "length" if complete else None
+            elif req in new:
+                kept, reason, error = self._advance(stream, *new[req])
+            if stream is not None and stream.req is req:
+                chunk = self._chunk(stream, reason, error)
+                chunks += [chunk] if chunk is not None else []
+                if reason:
+                    del self.streams[req.rid]
+            tokens.append(kept)
+            finished.append(reason is not None)
+        self.scheduler.commit(flight.batch, tokens, finished)
+        return chunks
+
+    def _sampled_by_request(self, flight: Flight) -> dict[Req, tuple[list[int], list[Logprob] | None, bool]]:
+        """What each request sampled: tokens, their logprobs, and whether its logits were no numbers."""
+        sampled, reqs = flight.sampled, flight.sampled_reqs
+        if sampled is None:
+            return {}
+        ids, bad = sampled.tokens.tolist(), sampled.bad.tolist()
+        logprobs = [None] * len(reqs)
+        if sampled.logprobs is not None:
+            logprobs = _logprobs(ids, sampled.logprobs, sampled.top_ids, sampled.top_logprobs)
+        return {req: ([ids[i]], None if logprobs[i] is None else [logprobs[i]], bad[i]) for i, req in enumerate(reqs)}
+
+    def _advance(self, stream: Stream, tokens: list[int], logprobs: list[Logprob] | None, bad: bool):
+        """Feed a request the tokens of one step, up to the one that ends it: (tokens kept, finish reason, error)."""
+        if bad:
+            return [], "error", "the model's logits are not finite numbers (NaN or infinity)"
+        reason, kept = None, 0
+        for token in tokens:
+            kept += 1
+            try:
+                reason = stream.text.push(token)
+            except TimeoutError:
+                return tokens[:kept], "error", f"stop_regex took more than {STOP_SEARCH_SECONDS} s to search the output"
+            if reason:
+                break
+        unsent = stream.unsent
+        unsent.output_ids = unsent.output_ids + tokens[:kept]
+        if logprobs is not None and (k := stream.req.params.logprobs) is not None:
+            new = [Logprob(entry.token_id, entry.logprob, entry.top[:k]) for entry in logprobs[:kept]]
+            unsent.logprobs = (unsent.logprobs or []) + new
+        return tokens[:kept], reason, None
+
+    def _chunk(self, stream: Stream, reason: str | None, error: str | None) -> Chunk | None:
+        """What can be handed out now: nothing for a request that wants one answer, or that has no new token."""
+        if reason:
+            return self._close(stream, reason, error)
+        if not stream.req.request.stream or not stream.unsent.output_ids:
+            return None
+        return self._take(stream)
+
+    def _take(self, stream: Stream, final: bool = False) -> Chunk:
+        chunk, stream.unsent = stream.unsent, Chunk(rid=stream.unsent.rid)
+        chunk.text = stream.text.take(final)
+        chunk.cached_tokens = stream.req.cached_tokens or 0
+        chunk.prompt_logprobs, stream.prompt_logprobs = stream.prompt_logprobs, None
+        return chunk
+
+    def _close(self, stream: Stream, reason: str, error: str | None = None) -> Chunk:
+        chunk = self._take(stream, final=True)
+        chunk.finish_reason, chunk.stop_reason, chunk.error = reason, stream.text.stop_reason, error
+        return chunk
+
+    # ------------------------------------------------------------------------------------------------------------- housekeeping
+
+    def flush_cache(self) -> bool:
+        """Forget every cached prefix; False, and nothing done, while requests run or wait."""
+        if self.has_work:
+            return False
+        self.scheduler.slots.free(self.scheduler.tree.reset())
+        return True
+
+    def stats(self) -> dict:
+        """Counts for the log line and the info routes. Tokens, requests; rates are the reader's to make."""
+        s = self.scheduler
+        return {"running": len(s.running), "waiting": len(s.waiting), "kv_capacity": s.slots.capacity,
+                "kv_free": s.slots.available, "kv_cached": s.tree.evictable, "kv_locked": s.tree.protected, **vars(s.counters)}
+
+    def check(self) -> None:
+        """Prove the books: slots, rows and nodes (`Scheduler.check`), and that the device rows agree. AssertionError says what is wrong."""
+        self.scheduler.check()
+        assert set(self.streams) <= set(self.scheduler.reqs), "a text stream without a request"
+        if self.flights:
+            return  # the device rows are ahead of the host
+        for req in self.scheduler.running:
+            row, tree = req.row, self.scheduler.tree
+            assert int(self.rows.length[row]) == req.computed_len, f"{req.rid}: device length {int(self.rows.length[row])} != {req.computed_len}"
+            path = np.concatenate([tree.slots(req.node), np.array(req.own, np.int32)]) if req.node.end else np.array(req.own, np.int32)
+            table = self.rows.table[row, :len(path)].cpu().numpy()
+            assert np.array_equal(table[:req.computed_len], path[:req.computed_len]), f"{req.rid}: its table does not lead to its slots"
+            known = self.rows.tokens[row, :req.known_len].cpu().numpy()
+            assert np.array_equal(known, req.ids()), f"{req.rid}: the device row holds other tokens"
+
+
+def _logprobs(ids: list[int], logprobs: torch.Tensor, top_ids: torch.Tensor | None, top_logprobs: torch.Tensor | None) -> list[Logprob]:
+    values = logprobs.tolist()
+    tops = [[]] * len(ids) if top_ids is None else [list(zip(i, v)) for i, v in zip(top_ids.tolist(), top_logprobs.tolist())]
+    return [Logprob(token, value, top) for token, value, top in zip(ids, values, tops)]
+
+
+# -------------------------------------------------------------------------------------------------------------------------- LLM
+
+Prompt = str | Sequence[int]
+Params = SamplingParams | dict | None
+
+
+class LLM:
+    """The engine as a Python object. Every engine flag is a keyword:
+
+        llm = LLM("demo", dtype="float32")
+        llm.generate("The capital of France is", SamplingParams(max_tokens=8, temperature=0)).text
+
+    The engine runs in a thread of its own, so all methods may be called from any thread or event loop, and requests of different calls share
+    batches and cache. `shutdown`, or leaving the context, ends it.
+    """
+
+    def __init__(self, model: str = "demo", *, dtype: str = "auto", **flags):
+        known = {f.name for f in fields(EngineConfig)}
+        if unknown := sorted(set(flags) - known):
+            raise TypeError(f"LLM does not know {', '.join(unknown)}; its keywords are {', '.join(sorted(known))}")
+        self.engine = Engine(EngineConfig(model=str(model), dtype=dtype, **flags))
+        self.tokenizer = self.engine.tokenizer
+        self._template: ChatTemplate | None = None
+        self._inbox: queue.SimpleQueue = queue.SimpleQueue()  # what the engine's thread is asked to call; None: end
+        self._sinks: dict[str, object] = {}                   # request id -> what takes its chunks
+        self._crash: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="nano_sgl engine", daemon=True)
+        self._thread.start()
+
+    # -- what a user calls -----------------------------------------------------------------------------------------------------------
+
+    def generate(self, prompts: Prompt | Sequence[Prompt], params: Params | Sequence[Params] = None, *, cache_salt: str | None = None,
+                 priority: int = 0, progress: bool | None = None) -> Output | list[Output]:
+        """Complete prompts (text, or token ids). One prompt gives one Output, a list a list in the same order; `n` samples of a prompt are
+        neighbours in the list, told apart by `index`.
+
+        params: for all prompts, or a list of one each. progress: a bar on stderr (None: for lists, on a terminal).
+        RequestError where a request cannot be served; none has been started then.
+        """
+        single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+        requests = self._requests([prompts] if single else prompts, params, cache_salt, priority, stream=False)
+        outputs = self._collect(requests, progress if progress is not None else None if len(requests) > 1 else False)
+        return outputs[0] if single and len(outputs) == 1 else outputs
+
+    def chat(self, messages: Sequence, params: Params | Sequence[Params] = None, **options) -> Output | list[Output]:
+        """Answer a conversation (a list of {"role", "content"}), or a list of conversations. As `generate` otherwise."""
+        single = not messages or isinstance(messages[0], dict)
+        prompts = [self.chat_ids(conversation) for conversation in ([messages] if single else messages)]
+        return self.generate(prompts[0] if single else prompts, params, **options)
+
+    def stream(self, prompt: Prompt | Sequence[dict], params: Params = None, **options) -> Iterator[Output]:
+        """One prompt or conversation, piece by piece: each Output holds what is new (text, output_ids, logprobs); the last of each `index`
+        has a finish_reason. Closing the iterator aborts the request."""
+        inbox: queue.SimpleQueue = queue.SimpleQueue()
+        requests = self._requests([self._encode(prompt)], params, stream=True, **options)
+        self._submit(requests, inbox.put)
+        try:
+            yield from self._pieces(requests, inbox.get)
+        finally:
+            self._forget(requests)
+
+    async def agenerate(self, prompts: Prompt | Sequence[Prompt], params: Params | Sequence[Params] = None, **options):
+        """`generate` for an event loop; cancelling the task aborts its requests."""
+        single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+        requests = self._requests([prompts] if single else prompts, params, stream=False, **options)
+        inbox = self._submit_async(requests)
+        try:
+            chunks = [await self._next(inbox) for _ in requests]
+        finally:
+            self._forget(requests)
+        outputs = self._outputs(requests, chunks)
+        return outputs[0] if single and len(outputs) == 1 else outputs
+
+    async def achat(self, messages: Sequence, params: Params | Sequence[Params] = None, **options):
+        """`chat` for an event loop."""
+        single = not messages or isinstance(messages[0], dict)
+        prompts = [self.chat_ids(conversation) for conversation in ([messages] if single else messages)]
+        return await self.agenerate(prompts[0] if single else prompts, params, **options)
+
+    async def astream(self, prompt: Prompt | Sequence[dict], params: Params = None, **options) -> AsyncIterator[Output]:
+        """`stream` for an event loop."""
+        requests = self._requests([self._encode(prompt)], params, stream=True, **options)
+        inbox, open_requests = self._submit_async(requests), {r.rid: r for r in requests}
+        try:
+            while open_requests:
+                chunk = await self._next(inbox)
+                yield _output(open_requests[chunk.rid], chunk)
+                if chunk.finish_reason:
+                    del open_requests[chunk.rid]
+        finally:
+            self._forget(requests)
+
+    def chat_ids(self, messages: Sequence[dict]) -> list[int]:
+        """The prompt that the model's chat template makes of a conversation."""
+        if self._template is None:
+            if not self.tokenizer.chat_template:
+                raise RequestError("this model has no chat template; use generate with a prompt of your own")
+            self._template = ChatTemplate(Codec(self.tokenizer.backend_tokenizer.to_str()), self.tokenizer.chat_template,
+                                          self.tokenizer.special_tokens_map)
+        return self._template.encode(read_messages([convert(m, Message) for m in messages]))
+
+    def shutdown(self) -> None:
+        """End the engine's thread; requests still running are lost."""
+        if self._thread.is_alive():
+            self._inbox.put(None)
+            self._thread.join()
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.shutdown()
+
+    # -- requests out, chunks in ------------------------------------------------------------------------------------------------------
+
+    def _encode(self, prompt: Prompt | Sequence[dict]) -> Prompt:
+        is_chat = not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], dict)
+        return self.chat_ids(prompt) if is_chat else prompt
+
+    def _requests(self, prompts: Sequence[Prompt], params, cache_salt: str | None = None, priority: int = 0, *, stream: bool) -> list[Request]:
+        """The requests of a call, all of them valid."""
+        each = list(params) if isinstance(params, (list, tuple)) else [params] * len(prompts)
+        if len(each) != len(prompts):
+            raise RequestError(f"{len(prompts)} prompts were given with {len(each)} params, expected one for all or one each", "params")
+        requests = []
+        for prompt, p in zip(prompts, each):
+            p = SamplingParams() if p is None else SamplingParams.from_dict(p) if isinstance(p, dict) else p
+            ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else [int(i) for i in prompt]
+            for index in range(p.n):
+                requests.append(Request(rid=secrets.token_hex(8), prompt_ids=ids, params=p, index=index, stream=stream, priority=priority,
+                                        namespace=cache_salt or ""))
+                if index == 0:
+                    self.engine.validate(requests[-1])
+        return requests
+
+    def _submit(self, requests: list[Request], sink) -> None:
+        if not self._thread.is_alive():
+            raise RuntimeError("the engine has ended") from self._crash
+        self._inbox.put(lambda: self._add(requests, sink))
+
+    def _submit_async(self, requests: list[Request]) -> asyncio.Queue:
+        inbox, loop = asyncio.Queue(), asyncio.get_running_loop()
+        self._submit(requests, lambda chunk: loop.call_soon_threadsafe(inbox.put_nowait, chunk))
+        return inbox
+
+    def _add(self, requests: list[Request], sink) -> None:
+        for request in requests:
+            self._sinks[request.rid] = sink
+            self.engine.add(request)
+
+    def _forget(self, requests: list[Request]) -> None:
+        """Abort what is left of a call that nobody waits for any more."""
+        def abort():
+            for request in requests:
+                if self._sinks.pop(request.rid, None) is not None:
+                    self.engine.abort(request.rid)
+        self._inbox.put(abort)
+
+    def _collect(self, requests: list[Request], progress: bool | None) -> list[Output]:
+        inbox: queue.SimpleQueue = queue.SimpleQueue()
+        self._submit(requests, inbox.put)
+        chunks, tokens, start = [], 0, time.monotonic()
+        try:
+            with tqdm(total=len(requests), desc="requests", disable=None if progress is None else not progress) as bar:
+                for _ in requests:
+                    chunks.append(_checked(inbox.get()))
+                    tokens += len(chunks[-1].output_ids)
+                    bar.set_postfix_str(f"{tokens / (time.monotonic() - start):.0f} tok/s", refresh=False)
+                    bar.update()
+        finally:
+            if len(chunks) < len(requests):
+                self._forget(requests)
+        return self._outputs(requests, chunks)
+
+    @staticmethod
+    def _outputs(requests: list[Request], chunks: list[Chunk]) -> list[Output]:
+        by_id = {chunk.rid: chunk for chunk in chunks}
+        return [_output(request, by_id[request.rid]) for request in requests]
+
+    @staticmethod
+    def _pieces(requests: list[Request], get) -> Iterator[Output]:
+        open_requests = {r.rid: r for r in requests}
+        while open_requests:
+            chunk = _checked(get())
+            yield _output(open_requests[chunk.rid], chunk)
+            if chunk.finish_reason:
+                del open_requests[chunk.rid]
+
+    @staticmethod
+    async def _next(inbox: asyncio.Queue) -> Chunk:
+        return _checked(await inbox.get())
+
+    # -- the engine's thread -----------------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while True:
+                while not self.engine.has_work or not self._inbox.empty():
+                    call = self._inbox.get()
+                    if call is None:
+                        return
+                    call()
+                for chunk in self.engine.step():
+                    sink = self._sinks.pop(chunk.rid, None) if chunk.finish_reason else self._sinks.get(chunk.rid)
+                    if sink is not None:
+                        sink(chunk)
+        except BaseException as error:
+            self._crash = error
+            log.exception("the engine has ended")
+        finally:
+            for rid, sink in self._sinks.items():
+                sink(self._crash or RuntimeError("the engine was shut down"))
+
+
+def _checked(chunk: Chunk | BaseException) -> Chunk:
+    if isinstance(chunk, BaseException):
+        raise RuntimeError("the engine has ended") from chunk
+    return chunk
+
+
+def _output(request: Request, chunk: Chunk) -> Output:
+    return Output(text=chunk.text, output_ids=chunk.output_ids, prompt_ids=request.prompt_ids, finish_reason=chunk.finish_reason,
+                  stop_reason=chunk.stop_reason, cached_tokens=chunk.cached_tokens, logprobs=chunk.logprobs,
+                  prompt_logprobs=chunk.prompt_logprobs, index=request.index, error=chunk.error)
+
+
+def _demo() -> None:
+    with LLM("demo", max_total_tokens=4096) as llm:
+        params = SamplingParams(max_tokens=12, temperature=0)
+        for prompt in ("1, 2, 3, 4, 5,", "1, 2, 3, 4, 5, 6, 7,"):
+            output = llm.generate(prompt, params)
+            print(f"{prompt!r} -> {output.text!r}  ({output.cached_tokens} of {len(output.prompt_ids)} prompt tokens came from the tree)")
+        print(llm.engine.scheduler.tree.render(llm.tokenizer.decode))
+
+
+if __name__ == "__main__":
+    _demo()

@@ -1,0 +1,246 @@
+"""Memory: where KV lives, who owns which slot, and the device rows of the running requests.
+
+A *slot* is the place of one token's keys and values, in every layer at once. The KV pool is nothing but slots; a request reaches its own
+through a *row* of the slot table, position by position, so its KV may lie anywhere:
+
+      row r of `table`   | 12 | 13 | 14 | 70 | 71 | 72 | 73 |  0 ...      slot of each position (column)
+      row r of `tokens`  |  1 | 93 |  4 |  8 | 31 |  7 |  . |             id of each position
+      `length[r]` = 6                                  ^ reserve          how many positions have their KV
+
+Slots are handed out in *pages* of `page_size` consecutive slots. Page 0 is the padding page: no one owns it, writes that lead nowhere go to
+slot 0, and nothing ever reads it for a live token.
+
+Who owns a slot: exactly one of {free list, a tree node, a request row, limbo}. `SlotAllocator` keeps the first and the last; the scheduler
+moves slots between the others and `Engine.check()` proves that the four partition the pool.
+
+*Limbo* exists because a step runs on the device after the host has moved on. Slots and rows that the host gives up while a step still holds
+them must not be reused before that step has committed: `free` parks them under the newest launched step, `commit(step)` releases them.
+
+The device rows (`Rows`) hold what the next step needs. The host never writes them at will: the scheduler collects a step's changes in
+`Writes`, and the engine applies them in stream order just before the step that needs them, so a step in flight never sees them move.
+Cost: three indexed copies a step, whatever the number of rows.
+
+Stops holding: one pool, one kind of KV. Windows, recurrent state and a host tier come as further pools that the same slots address.
+Source: paged KV is Kwon et al. 2023 (PagedAttention); the (row, position) table is SGLang's req_to_token pool.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+PADDING_SLOT = 0
+PADDING_ROW = 0
+
+
+class KVPool:
+    """Keys and values of every slot, one pair of tensors a layer. `num_slots` does not count the padding page."""
+
+    def __init__(self, num_slots: int, page_size: int, num_layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: str):
+        shape = (num_slots + page_size, kv_heads, head_dim)
+        self.k = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]  # [S, G, D] each
+        self.v = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]  # [S, G, D] each
+
+    @staticmethod
+    def bytes_per_slot(num_layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
+        return 2 * num_layers * kv_heads * head_dim * dtype.itemsize
+
+
+class Limbo:
+    """Things given up while a step holds them: kept under the newest launched step, released when that step commits."""
+
+    def __init__(self):
+        self.launched = self.committed = 0  # step numbers; equal: nothing is in flight
+        self._waiting: list[tuple[int, np.ndarray]] = []
+
+    def park(self, things: np.ndarray) -> None:
+        self._waiting.append((self.launched, things))
+
+    def commit(self, step: int) -> list[np.ndarray]:
+        """Everything that no step still in flight can reach."""
+        self.committed = max(self.committed, step)
+        done = [things for at, things in self._waiting if at <= step]
+        self._waiting = [(at, things) for at, things in self._waiting if at > step]
+        return done
+
+    @property
+    def in_flight(self) -> bool:
+        return self.launched > self.committed
+
+    def contents(self) -> np.ndarray:
+        return np.concatenate([things for _, things in self._waiting] or [np.empty(0, np.int32)])
+
+
+class SlotAllocator:
+    """The free list: a stack of page numbers. Pages 1..num_pages exist; page 0 is padding.
+
+    >>> pool = SlotAllocator(num_slots=8, page_size=4)
+    >>> pool.alloc(4)
+    array([4, 5, 6, 7], dtype=int32)
+    """
+
+    def __init__(self, num_slots: int, page_size: int):
+        if page_size < 1 or num_slots < page_size:
+            raise ValueError(f"a pool of {num_slots} slots cannot hold one page of {page_size}")
+        self.page_size = page_size
+        self.num_pages = num_slots // page_size
+        self._free = np.arange(self.num_pages, 0, -1, dtype=np.int32)  # the top of the stack is its end: low pages go first
+        self._top = self.num_pages
+        self._in_page = np.arange(page_size, dtype=np.int32)
+        self._limbo = Limbo()
+
+    @property
+    def capacity(self) -> int:
+        """Tokens the whole pool can hold."""
+        return self.num_pages * self.page_size
+
+    @property
+    def available(self) -> int:
+        """Tokens that can be allocated now."""
+        return self._top * self.page_size
+
+    def alloc(self, num_slots: int) -> np.ndarray | None:
+        """`num_slots` slots (whole pages), or None and no change where the free list is too short. [num_slots] int32."""
+        num_pages = num_slots // self.page_size
+        if num_pages * self.page_size != num_slots:
+            raise ValueError(f"{num_slots} slots are not whole pages of {self.page_size}")
+        if num_pages > self._top:
+            return None
+        pages = self._free[self._top - num_pages:self._top][::-1]
+        self._top -= num_pages
+        return (pages[:, None] * self.page_size + self._in_page).reshape(-1)
+
+    def free(self, slots: np.ndarray, *, held_by_step: bool = True) -> None:
+        """Give back whole pages. `held_by_step=False` is for slots that no row in flight addresses (an evicted node's)."""
+        pages = (slots[::self.page_size] // self.page_size).astype(np.int32)
+        if held_by_step and self._limbo.in_flight:
+            self._limbo.park(pages)
+        else:
+            self._push(pages)
+
+    def _push(self, pages: np.ndarray) -> None:
+        if self._top + len(pages) > self.num_pages:
+            raise AssertionError(f"{len(pages)} pages freed beyond the pool: a page was freed twice")
+        self._free[self._top:self._top + len(pages)] = pages
+        self._top += len(pages)
+
+    def launch(self, step: int) -> None:
+        self._limbo.launched = step
+
+    def commit(self, step: int) -> None:
+        for pages in self._limbo.commit(step):
+            self._push(pages)
+
+    def free_pages(self) -> np.ndarray:
+        """For the audit: pages on the free list."""
+        return self._free[:self._top]
+
+    def limbo_pages(self) -> np.ndarray:
+        """For the audit: pages that wait for a step to commit."""
+        return self._limbo.contents()
+
+
+@dataclass
+class Writes:
+    """Changes to the device rows that one step needs. No cell is written twice: an indexed copy leaves open which value would win."""
+    _tokens: list[tuple[int, int, np.ndarray]] = field(default_factory=list)
+    _slots: list[tuple[int, int, np.ndarray]] = field(default_factory=list)
+    _lengths: dict[int, int] = field(default_factory=dict)
+
+    def tokens(self, row: int, start: int, ids: np.ndarray) -> None:
+        self._tokens.append((row, start, ids))
+
+    def slots(self, row: int, start: int, slots: np.ndarray) -> None:
+        self._slots.append((row, start, slots))
+
+    def length(self, row: int, length: int) -> None:
+        self._lengths[row] = length
+
+    def forget(self, row: int) -> None:
+        """The row was given up in the pass that wrote to it; it may be another request's before the pass ends."""
+        self._tokens = [w for w in self._tokens if w[0] != row]
+        self._slots = [w for w in self._slots if w[0] != row]
+        self._lengths.pop(row, None)
+
+    @staticmethod
+    def _flat(writes: list[tuple[int, int, np.ndarray]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        lens = np.fromiter((len(w[2]) for w in writes), np.int64, len(writes))
+        rows = np.repeat(np.fromiter((w[0] for w in writes), np.int64, len(writes)), lens)
+        ends = np.cumsum(lens)
+        first = np.repeat(np.fromiter((w[1] for w in writes), np.int64, len(writes)) - (ends - lens), lens)
+        return rows, first + np.arange(len(rows)), np.concatenate([w[2] for w in writes]).astype(np.int32, copy=False)
+
+
+class Rows:
+    """The device rows: one line of each tensor per running request. Row 0 is padding and belongs to no one.
+
+    tokens [R, C] int32, table [R, C] int32, length [R] int32. Rows are taken and given back like slots: with a limbo.
+    """
+
+    def __init__(self, max_requests: int, columns: int, device: str):
+        self.device = device
+        self.tokens = torch.zeros(max_requests + 1, columns, dtype=torch.int32, device=device)  # [R, C] i32
+        self.table = torch.zeros(max_requests + 1, columns, dtype=torch.int32, device=device)   # [R, C] i32
+        self.length = torch.zeros(max_requests + 1, dtype=torch.int32, device=device)           # [R] i32
+        self._free = list(range(max_requests, 0, -1))
+        self._limbo = Limbo()
+
+    @property
+    def available(self) -> int:
+        return len(self._free)
+
+    def alloc(self) -> int | None:
+        return self._free.pop() if self._free else None
+
+    def free(self, row: int) -> None:
+        if self._limbo.in_flight:
+            self._limbo.park(np.array([row], np.int32))
+        else:
+            self._free.append(row)
+
+    def launch(self, step: int) -> None:
+        self._limbo.launched = step
+
+    def commit(self, step: int) -> None:
+        for rows in self._limbo.commit(step):
+            self._free.extend(rows.tolist())
+
+    def idle_rows(self) -> set[int]:
+        """For the audit: rows on the free list or in limbo."""
+        return set(self._free) | set(self._limbo.contents().tolist())
+
+    def apply(self, writes: Writes) -> None:
+        """Make one step's changes, in stream order. Mutates tokens, table, length."""
+        for target, wanted in ((self.tokens, writes._tokens), (self.table, writes._slots)):
+            if wanted:
+                rows, columns, values = (torch.from_numpy(a).to(self.device, non_blocking=True) for a in writes._flat(wanted))
+                target[rows, columns] = values
+        if writes._lengths:
+            rows = torch.tensor(list(writes._lengths), dtype=torch.int64).to(self.device, non_blocking=True)
+            self.length[rows] = torch.tensor(list(writes._lengths.values()), dtype=torch.int32).to(self.device, non_blocking=True)
+
+
+def _demo() -> None:
+    pool = SlotAllocator(num_slots=32, page_size=4)
+    show = lambda: f"free {pool.free_pages()[::-1]}  limbo {pool.limbo_pages()}"
+    print("8 pages of 4 slots:        ", show())
+    slots = pool.alloc(12)
+    print("alloc(12) ->", slots, show())
+    pool.launch(1)
+    pool.free(slots[:8])
+    print("freed while step 1 runs:   ", show())
+    pool.commit(1)
+    print("step 1 has committed:      ", show())
+    rows, writes = Rows(max_requests=2, columns=8, device="cpu"), Writes()
+    row = rows.alloc()
+    writes.slots(row, 0, slots[:5])
+    writes.tokens(row, 0, np.array([1, 93, 4, 8, 31], np.int32))
+    writes.length(row, 5)
+    rows.apply(writes)
+    print(f"row {row}: table {rows.table[row].tolist()} tokens {rows.tokens[row].tolist()} length {int(rows.length[row])}")
+
+
+if __name__ == "__main__":
+    _demo()

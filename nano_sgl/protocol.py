@@ -1,0 +1,447 @@
+"""Protocol: what a user may ask for, and what the processes say to each other.
+
+A request crosses three borders: JSON from a client, a msgpack frame between the HTTP process and the engine process, and a Python
+constructor in `LLM`. All three build the same structs, and all three are checked by the same method at the same place:
+
+    JSON body ----from_dict----+
+                               +--> SamplingParams --verify(vocab, context)--> Request ==msgpack==> engine
+    SamplingParams(top_k=40) --+                                               Chunk   <==msgpack==
+
+    spelled      max_new_tokens, min_new_tokens, sampling_seed are SGLang's names for max_tokens, min_tokens, seed. Both may be
+                 given if they agree.
+    checked      Types and ranges are checked in `verify`, not in the constructor, because a vocabulary size is needed and because
+                 a struct that came over the wire never ran a constructor that we wrote. A range check here is written "low <= x <=
+                 high or refuse", so that NaN, which fails every comparison, is refused. A bool is not a number.
+    refused      What this build cannot honour is refused by name. Nothing is dropped: an unknown field is an error, with the
+                 nearest known name. Every RequestError names the field, says what it got and what it expected.
+    seeds        Any Python int is a seed: it is folded to 64 bits, so that -1 and 2**64 - 1 are the same seed. Sample i of n draws
+                 from `derive_seed(seed, i)`, and sample 0 from the seed itself, so n=1 and the first of n=4 are the same text.
+
+Invariant: after `verify` returns, nothing downstream needs to look at a type or a range again, and every value fits the wire (msgpack
+has no integer beyond 64 bits and no lone surrogate). Parameters are frozen; a changed copy is `msgspec.structs.replace(params, n=1)`.
+Cost: microseconds, except stop_regex, whose patterns are compiled once and cached.
+Where it stops: a prompt's length against the KV pool is the scheduler's knowledge; a pattern that is legal but slow to match is
+bounded by a timeout where it is matched.
+The names and ranges follow SGLang 0.5 (`SamplingParams`) and the OpenAI API reference (penalties, logit_bias, 20 logprobs).
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+from typing import Any, NamedTuple
+
+import msgspec
+import regex
+from msgspec import UNSET, UnsetType
+
+MAX_SAMPLES = 128            # n
+MAX_STOPS = 32               # stop strings, and stop patterns
+MAX_STOP_CHARS = 4096        # of one stop string: text that could begin it is held back and compared at every step
+MAX_PATTERN_BYTES = 256      # of one stop pattern, in UTF-8
+MAX_LOGPROBS = 20            # top entries a token
+INT_MAX = 2**31 - 1          # lengths and token ids are int32 on the device
+SEED_MASK = 2**64 - 1
+GREEDY_TEMPERATURE = 1e-6    # below it, dividing the logits by the temperature says nothing that argmax does not
+
+ALIASES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "sampling_seed": "seed"}
+GRAMMAR_FIELDS = ("json_schema", "regex", "ebnf", "choice", "structural_tag")
+FLAGS = ("no_stop_trim", "ignore_eos", "skip_special_tokens")
+
+
+class Range(NamedTuple):
+    """The numbers a field may hold; `open_low` leaves out the lower bound itself."""
+
+    low: float
+    high: float
+    integer: bool = False
+    open_low: bool = False
+    optional: bool = False
+
+    def holds(self, value: object) -> bool:
+        """Is `value` a number (no bool, no NaN, no infinity) inside the range?"""
+        if value is None:
+            return self.optional
+        if type(value) is not int and (self.integer or not isinstance(value, float)):
+            return False
+        return self.low <= value <= self.high and not (self.open_low and value == self.low)
+
+    def __str__(self) -> str:
+        kind = "an integer" if self.integer else "a number"
+        return f"{'null or ' if self.optional else ''}{kind} in {'(' if self.open_low else '['}{self.low:g}, {self.high:.10g}]"
+
+
+RANGES = {
+    "max_tokens": Range(0, INT_MAX, integer=True, optional=True),
+    "min_tokens": Range(0, INT_MAX, integer=True),
+    "temperature": Range(0, 1e6),          # beyond this every distribution is uniform in float32
+    "top_p": Range(0, 1),                  # 0 is the narrowest: the most likely token
+    "top_k": Range(-1, INT_MAX, integer=True),
+    "min_p": Range(0, 1),
+    "n": Range(1, MAX_SAMPLES, integer=True),
+    "frequency_penalty": Range(-2, 2),
+    "presence_penalty": Range(-2, 2),
+    "repetition_penalty": Range(0, 2, open_low=True),
+    "logprobs": Range(0, MAX_LOGPROBS, integer=True, optional=True),
+    "prompt_logprobs": Range(0, MAX_LOGPROBS, integer=True, optional=True),
+    "logprob_start_len": Range(0, INT_MAX, integer=True),
+    "priority": Range(-INT_MAX, INT_MAX, integer=True),
+    "index": Range(0, MAX_SAMPLES - 1, integer=True),
+}
+BIAS_RANGE = Range(-100, 100)              # OpenAI's: at +-100 a token is practically forced or banned
+
+
+class RequestError(ValueError):
+    """A request that cannot be served: what was given, what was expected. `param` names the field, `status` the HTTP code."""
+
+    def __init__(self, message: str, param: str | None = None, status: int = 400):
+        super().__init__(message)
+        self.message, self.param, self.status = message, param, status
+
+
+class SamplingParams(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True, omit_defaults=True,
+                     repr_omit_defaults=True):
+    """How to turn logits into text. Every field is honoured, or refused by `verify`."""
+
+    max_tokens: int | None | UnsetType = UNSET    # 128 when not given; None: as many as the context allows
+    temperature: float = 1.0              # below 1e-6: greedy
+    top_p: float = 1.0
+    top_k: int = -1                       # -1 or 0: all
+    min_p: float = 0.0
+    n: int = 1
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    stop_regex: str | list[str] | None = None
+    no_stop_trim: bool = False            # keep the matched stop in the text
+    ignore_eos: bool = False              # no token ends the text; stop strings and patterns still do
+    min_tokens: int | UnsetType = UNSET   # 0 when not given; until then end ids and stop ids cannot be sampled
+    frequency_penalty: float = 0.0        # times the count in the output
+    presence_penalty: float = 0.0         # for being in the output
+    repetition_penalty: float = 1.0       # factor for being in the prompt or the output
+    logit_bias: dict[int, float] | None = None
+    logprobs: int | None = None           # None: none; 0: of the sampled token; k: and the top k
+    prompt_logprobs: int | None = None    # the same for prompt tokens
+    logprob_start_len: int = 0            # prompt_logprobs from this prompt position on
+    skip_special_tokens: bool = True
+    json_schema: Any = None               # the five grammar fields are known by name, so that they are refused by name
+    regex: Any = None
+    ebnf: Any = None
+    choice: Any = None
+    structural_tag: Any = None
+    max_new_tokens: int | None | UnsetType = UNSET    # aliases: read once, folded into the field they stand for
+    min_new_tokens: int | UnsetType = UNSET
+    sampling_seed: int | None | UnsetType = UNSET
+
+    def __post_init__(self) -> None:
+        """Fold aliases and seeds. Runs after every construction: by call, from JSON, from msgpack, by replace."""
+        for alias, name in ALIASES.items():
+            given = getattr(self, alias)
+            if given is not UNSET:
+                old = getattr(self, name)
+                if old not in (UNSET, given) and not (name == "seed" and (old is None or old == _fold(given))):
+                    raise RequestError(f"{name} and {alias} are two names for one thing, got {old!r} and {given!r}: give one", name)
+                msgspec.structs.force_setattr(self, name, given)
+                msgspec.structs.force_setattr(self, alias, UNSET)
+        for name, default in (("max_tokens", 128), ("min_tokens", 0)):
+            if getattr(self, name) is UNSET:
+                msgspec.structs.force_setattr(self, name, default)
+        msgspec.structs.force_setattr(self, "seed", _fold(self.seed))
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any]) -> SamplingParams:
+        """Parameters out of parsed JSON. Raises RequestError that names the field; ranges are left to `verify`."""
+        return convert(fields, cls)
+
+    def verify(self, vocab_size: int, context_len: int) -> None:
+        """Raise RequestError unless every field has its type, lies in its range and is supported by this build."""
+        for name in GRAMMAR_FIELDS:
+            if getattr(self, name) not in (None, ""):
+                raise RequestError(f"{name} is not supported yet by this build: output cannot be constrained to a grammar; "
+                                   f"got {show(getattr(self, name))}, leave the field out", name)
+        for name in self.__struct_fields__:
+            if name in RANGES:
+                check_range(name, getattr(self, name))
+        if self.seed is not None and type(self.seed) is not int:
+            raise refusal("seed", self.seed, "null or an integer")
+        for name in FLAGS:
+            if type(getattr(self, name)) is not bool:
+                raise refusal(name, getattr(self, name), "true or false")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise refusal("min_tokens", self.min_tokens, f"at most max_tokens, which is {self.max_tokens}")
+        if self.min_tokens > context_len:
+            raise refusal("min_tokens", self.min_tokens, f"at most the context length, which is {context_len}")
+        if self.logprob_start_len > context_len:
+            raise refusal("logprob_start_len", self.logprob_start_len, f"at most the context length, which is {context_len}")
+        _verify_strings("stop", self.stop)
+        _verify_strings("stop_regex", self.stop_regex)
+        self.stop_patterns()
+        _verify_ids("stop_token_ids", self.stop_token_ids, vocab_size)
+        _verify_bias(self.logit_bias, vocab_size)
+
+    @property
+    def greedy(self) -> bool:
+        """Is the most likely token always taken?"""
+        return self.temperature < GREEDY_TEMPERATURE or self.top_k == 1 or self.top_p == 0
+
+    def stop_strings(self) -> list[str]:
+        """The stop strings, as a list however they were given."""
+        return _as_list(self.stop)
+
+    def stop_patterns(self) -> list[regex.Pattern]:
+        """The compiled stop patterns (package `regex`: partial matches, timeouts). Raises RequestError on one that cannot compile."""
+        return [_compile(text) for text in _as_list(self.stop_regex)]
+
+
+class Request(msgspec.Struct, kw_only=True, tag=True):
+    rid: str
+    prompt_ids: list[int]
+    params: SamplingParams
+    index: int = 0                        # which of the n samples of one prompt (the seed is derived from it)
+    namespace: str = ""                   # cache_salt / extra_key: prefixes never match across namespaces
+    priority: int = 0
+    routing_key: str | None = None
+    stream: bool = True                   # False: one chunk, when all is done
+
+    def verify(self, vocab_size: int, context_len: int) -> None:
+        """Check the parameters, the prompt's ids and its length against the context. Raises RequestError."""
+        self.params.verify(vocab_size, context_len)
+        if not self.prompt_ids:
+            raise RequestError("the prompt has no tokens: give at least one", "prompt")
+        _verify_ids("prompt", self.prompt_ids, vocab_size)
+        room = context_len - (self.params.max_tokens != 0)      # a prompt that only fills the cache may fill the context
+        if len(self.prompt_ids) > room:
+            raise RequestError(f"the prompt has {len(self.prompt_ids)} tokens, but the context length is {context_len}: "
+                               f"shorten it to at most {room}", "prompt")
+        if self.params.logprob_start_len > len(self.prompt_ids):
+            raise refusal("logprob_start_len", self.params.logprob_start_len, f"at most the prompt's {len(self.prompt_ids)} tokens")
+        check_range("priority", self.priority)
+        check_range("index", self.index)
+        for name in ("rid", "namespace", "routing_key"):
+            if getattr(self, name) is not None:
+                _verify_text(name, getattr(self, name))
+
+
+class Logprob(msgspec.Struct, array_like=True):
+    token_id: int
+    logprob: float | None                 # None for the first prompt token
+    top: list[tuple[int, float]] = []
+
+
+class Chunk(msgspec.Struct, kw_only=True, tag=True):
+    """What one step added to one request (engine -> server). The last one has finish_reason."""
+
+    rid: str
+    text: str = ""
+    output_ids: list[int] = []
+    finish_reason: str | None = None      # "stop", "length", "abort", "error"
+    stop_reason: str | int | None = None  # the stop string or id that matched
+    cached_tokens: int = 0
+    logprobs: list[Logprob] | None = None
+    prompt_logprobs: list[Logprob] | None = None   # on the first chunk
+    error: str | None = None
+
+
+class Output(msgspec.Struct, kw_only=True):
+    """What LLM.generate returns; LLM.stream yields it piece by piece (text, output_ids, logprobs: what is new)."""
+
+    text: str
+    output_ids: list[int]
+    prompt_ids: list[int]
+    finish_reason: str | None
+    cached_tokens: int
+    logprobs: list[Logprob] | None = None
+    prompt_logprobs: list[Logprob] | None = None
+    index: int = 0
+    stop_reason: str | int | None = None
+    error: str | None = None              # why, where finish_reason is "error"
+
+
+# ---- the parts -----------------------------------------------------------------------------------------------------------------
+
+def derive_seed(seed: int, index: int) -> int:
+    """The seed of sample `index` of n: 64 bits, the seed itself for index 0, an unrelated one (SplitMix64, Steele 2014) after it."""
+    seed &= SEED_MASK
+    if index == 0:
+        return seed
+    z = (seed + index * 0x9E3779B97F4A7C15) & SEED_MASK
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & SEED_MASK
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & SEED_MASK
+    return z ^ (z >> 31)
+
+
+def convert(fields: dict[str, Any], kind: type) -> Any:
+    """A struct of type `kind` out of parsed JSON. Raises RequestError: an unknown field and its nearest neighbour, or the wrong type."""
+    if not isinstance(fields, dict):
+        raise RequestError(f"expected an object, got {show(fields)}")
+    known = [field.encode_name for field in msgspec.structs.fields(kind)]
+    for name in fields:
+        if name not in known:
+            near = difflib.get_close_matches(str(name), known, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise RequestError(f"unknown field {show(name)}, got {show(fields[name])}{hint}", str(name))
+    try:
+        return msgspec.convert(fields, kind, str_keys=True)
+    except msgspec.ValidationError as error:
+        if isinstance(error.__cause__, RequestError):
+            raise error.__cause__ from None
+        text, _, path = str(error).partition(" - at ")      # "Expected `int`, got `str` - at `$.n`" or "... - at `key` in `$.x`"
+        name = path.rpartition("$")[2].strip(".`").partition(".")[0].partition("[")[0]
+        what = text.replace("`", "").replace("Expected", "expected", 1).replace(" | ", " or ")
+        raise RequestError(f"{name}: {what} in {show(fields.get(name))}", name or None) from None
+
+
+def check_range(name: str, value: object) -> None:
+    """Raise RequestError unless the number `value` lies in RANGES[name]."""
+    if not RANGES[name].holds(value):
+        raise refusal(name, value, str(RANGES[name]))
+
+
+def refusal(name: str, value: object, expected: str) -> RequestError:
+    """The error for a field with a value that is not what was expected."""
+    aliases = [alias for alias, target in ALIASES.items() if target == name]
+    also = f" (or {aliases[0]})" if aliases else ""
+    return RequestError(f"{name}{also} must be {expected}; got {show(value)}", name)
+
+
+def show(value: object, limit: int = 80) -> str:
+    """A short printable form of a user's value, ASCII only so that it can go on any wire."""
+    if isinstance(value, (str, list, tuple, dict)) and len(value) > limit:
+        return f"{type(value).__name__} of length {len(value)}"
+    if type(value) is int and value.bit_length() > 256:
+        return f"an integer of {value.bit_length()} bits"       # int -> str is quadratic, and an error beyond 4300 digits
+    text = ascii(value)
+    return text if len(text) <= limit else text[:limit] + "..."
+
+
+def _fold(seed: object) -> object:
+    """Any int as 64 bits; anything else is left for verify to refuse."""
+    return seed & SEED_MASK if type(seed) is int else seed
+
+
+def _as_list(value: str | list[str] | None) -> list[str]:
+    return [] if value is None else [value] if isinstance(value, str) else list(value)
+
+
+def _verify_text(name: str, value: object) -> None:
+    if not isinstance(value, str):
+        raise refusal(name, value, "a string")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise refusal(name, value, "text without lone surrogates") from None
+
+
+def _verify_strings(name: str, value: object) -> None:
+    """`stop` and `stop_regex`: none, one or a list of at most MAX_STOPS strings that are not empty."""
+    if value is not None and not isinstance(value, (str, list, tuple)):
+        raise refusal(name, value, "a string or a list of strings")
+    strings = _as_list(value)
+    if len(strings) > MAX_STOPS:
+        raise RequestError(f"{name} must have at most {MAX_STOPS} entries; got {len(strings)}", name)
+    for text in strings:
+        _verify_text(name, text)
+        if not text:
+            raise refusal(name, value, "non-empty strings: an empty one would stop every text before its first token")
+        if name == "stop" and len(text) > MAX_STOP_CHARS:
+            raise refusal(name, text, f"strings of at most {MAX_STOP_CHARS} characters")
+        if name == "stop_regex" and len(text.encode()) > MAX_PATTERN_BYTES:
+            raise refusal(name, text, f"patterns of at most {MAX_PATTERN_BYTES} bytes")
+
+
+@functools.lru_cache(maxsize=1024)
+def _compile(text: str) -> regex.Pattern:
+    try:
+        pattern = regex.compile(text)
+    except Exception as error:      # not regex.error alone: deep nesting and huge counts raise other things, and all are the pattern's fault
+        raise RequestError(f"stop_regex {show(text)} does not compile: {error}", "stop_regex") from None
+    if pattern.match(""):
+        raise RequestError(f"stop_regex {show(text)} matches the empty text and would stop before the first token", "stop_regex")
+    return pattern
+
+
+def _verify_ids(name: str, ids: object, vocab_size: int) -> None:
+    """A list of token ids, each an integer (no bool) of the vocabulary."""
+    if ids is None:
+        return
+    if not isinstance(ids, (list, tuple)):
+        raise refusal(name, ids, "a list of token ids")
+    for token_id in ids:
+        if type(token_id) is not int or not 0 <= token_id < vocab_size:
+            raise refusal(name, token_id, f"token ids, integers in [0, {vocab_size - 1}]")
+
+
+def _verify_bias(bias: object, vocab_size: int) -> None:
+    if bias is None:
+        return
+    if not isinstance(bias, dict):
+        raise refusal("logit_bias", bias, "a map from token id to number")
+    _verify_ids("logit_bias", list(bias), vocab_size)
+    for token_id, value in bias.items():
+        if not BIAS_RANGE.holds(value):
+            raise refusal("logit_bias", {token_id: value}, f"a map from token id to {BIAS_RANGE}")
+
+
+# ---- wire messages -------------------------------------------------------------------------------------------------------------
+
+class Abort(msgspec.Struct, tag=True):
+    """HTTP process -> engine process: nobody waits for these requests any more."""
+
+    rids: list[str]
+
+
+class Control(msgspec.Struct, tag=True):
+    """HTTP process -> engine process: one of the engine's own verbs, "stats" or "flush_cache"; answered by a Reply of the same id."""
+
+    id: int
+    verb: str
+
+
+class Ready(msgspec.Struct, kw_only=True, tag=True):
+    """Engine process -> HTTP process, once, before anything else: what the HTTP process must know about the model."""
+
+    model: str                            # as the user named it
+    path: str                             # the directory it was loaded from
+    vocab_size: int
+    context_len: int
+    max_total_tokens: int                 # KV slots
+    end_ids: list[int]
+    tokenizer_json: str                   # the fast tokenizer, whole
+    chat_template: str | dict[str, str] | None
+    special_tokens: dict[str, str]        # bos_token, eos_token, ...: names that a chat template may use
+    generation_defaults: dict[str, float] # sampling values the model's makers recommend
+    config: dict[str, Any]                # the engine's flags
+
+
+class Rejected(msgspec.Struct, kw_only=True, tag=True):
+    """Engine process -> HTTP process: a request that was not taken (the fields of a RequestError). No Chunk of it follows."""
+
+    rid: str
+    message: str
+    param: str | None = None
+    status: int = 400
+
+
+class Reply(msgspec.Struct, tag=True):
+    """Engine process -> HTTP process: the answer to a Control."""
+
+    id: int
+    value: Any
+
+
+# A frame on the wire is a list. The requests in one frame are one call: all of them are taken, or none.
+Command = Request | Abort | Control
+Event = Chunk | Rejected | Reply | Ready
+
+
+if __name__ == "__main__":
+    wire = msgspec.msgpack.encode(Request(rid="r0", prompt_ids=[1, 2, 3], params=SamplingParams(max_new_tokens=16, seed=-1)))
+    print(f"{len(wire)} bytes on the wire: {msgspec.msgpack.decode(wire, type=Request)}")
+    print("seeds of n=3:", [hex(derive_seed(42, index)) for index in range(3)])
+    for fields in ({"temperature": float("nan")}, {"top_k": True}, {"n": 1_000_000}, {"max_token": 5}, {"stop_regex": "("},
+                   {"max_tokens": 5, "max_new_tokens": 6}, {"logit_bias": {"49152": 1}}, {"regex": "yes|no"}):
+        try:
+            SamplingParams.from_dict(fields).verify(vocab_size=49152, context_len=8192)
+        except RequestError as error:
+            print(f"{error.param}: {error}")
+

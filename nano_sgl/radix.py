@@ -1,0 +1,823 @@
+"""Radix: the one tree that remembers which token prefixes have their KV in memory.
+
+Requests that begin alike need the keys and values of the common beginning once. A hash map of blocks can find them; a tree also
+knows what lies *below* a prefix: who shares it, where two requests part, what may be evicted. An edge carries a span of tokens:
+
+    root --"You are a helpful assistant."--+--"Hello!"--"Hi!"--"Tell me a joke."      chat 1
+                                           +--"What is 2 + 2?"--"4"                   chat 2
+
+Names. A *key* is a token sequence, held as the bytes of its int32 ids, so that comparing spans is one memcmp. A *node* owns one
+span: its key and its *slots*, one KV slot a token. Spans are whole *pages*; a node's children are a dict over the bytes of their
+first page. A *match* says how far a key is cached; it may end inside a node, and matching changes nothing. To *lock* a match
+makes a *handle* of it: the node is split where the match ends, and nothing from there up to the root is evicted until `unlock`.
+*Namespaces* are separate roots and share nothing. `step` is the launch that computes a node's KV: if it fails, the node goes.
+
+Invariants. `node.locks == node.holds + sum(child.locks)`: a locked node is not recent but ineligible, and so is all above it.
+What is unlocked is a union of whole subtrees, so there is an unlocked leaf while `evictable > 0`. No slot is in two nodes.
+
+Eviction takes whole leaves, then the parents that became leaves. LRU needs no heap for it: a path is released from its end
+upwards, so the list of unlocked nodes by last use has every child before its parent, and its head is always a leaf (`Lru`).
+
+Cost. match, insert: a dict look-up and a memcmp a node, one vector compare where the key parts from the tree. lock, unlock: the
+nodes of the path. evict: O(1) a victim, O(log n) with a heap. Only `check`, `walk`, `remove_step` and `reset` visit every node.
+
+Where it stops holding: nothing is merged again, so inserting an output token by token makes a node a token: insert runs. Not
+thread-safe. No tensors: slot numbers go in, and the ones that nobody needs any more come out.
+
+After SGLang's RadixAttention (Zheng et al. 2024, section 3); the radix tree is Morrison's (1968), slru Karedla's (et al. 1994).
+"""
+
+from __future__ import annotations
+
+import heapq
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+MAX_PAGE_SIZE = 64
+TOKEN_BYTES = 4  # an int32 id
+SLRU_THRESHOLD = 2  # requests that must have used a node before slru protects it
+
+Key = bytes | np.ndarray | Sequence[int]
+
+
+class Node:
+    """One span of tokens and the slots of its KV. The tree alone writes it, everybody may read it.
+
+    `key` bytes of int32, `slots` int32 [end - start]; `start`, `end` depth in tokens before and after the span; `locks` handles
+    at or below this node, `holds` handles exactly here; `hits` requests that used it; `step` the launch that computes it, 0 if it
+    is there. In the tree's clock: `born` and last `used`. `before`, `after`, `ticket` belong to the eviction order. A node that
+    has left the tree has no `parent`.
+    """
+
+    __slots__ = ("parent", "children", "key", "slots", "start", "end", "namespace", "locks", "holds", "hits", "priority", "step",
+                 "born", "used", "before", "after", "ticket")
+
+    def __init__(self, parent: Node | None, key: bytes, slots: np.ndarray | None, namespace: str):
+        self.parent = parent
+        self.children: dict[bytes, Node] = {}
+        self.key, self.slots, self.namespace = key, slots, namespace
+        self.start = parent.end if parent is not None else 0
+        self.end = self.start + len(key) // TOKEN_BYTES
+        self.locks = self.holds = self.hits = self.step = self.born = self.used = self.ticket = 0
+        self.priority = sys.maxsize  # a root's: nothing raises it
+        self.before: Node | None = None
+        self.after: Node | None = None
+
+    def __repr__(self) -> str:
+        return f"Node([{self.start}, {self.end}), locks={self.locks}, hits={self.hits}, children={len(self.children)})"
+
+    @property
+    def is_root(self) -> bool:
+        return not self.key
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """The span's token ids, int32 [end - start], read-only."""
+        return np.frombuffer(self.key, np.int32)
+
+    def path(self) -> list[Node]:
+        """The nodes from the topmost down to this one, without the root."""
+        nodes, node = [], self
+        while node.parent is not None:
+            nodes.append(node)
+            node = node.parent
+        return nodes[::-1]
+
+
+class Match(NamedTuple):
+    """How much of a key is cached: `length` tokens, in whole pages. The last of them lies in `node`, at its end or before."""
+
+    node: Node
+    length: int
+
+
+class Inserted(NamedTuple):
+    """`node` ends with the key's last whole page; the first `present` tokens of the key had been in the tree before."""
+
+    node: Node
+    present: int
+
+
+class Tree:
+    """The prefixes whose KV is in memory. `evictable` and `protected` count tokens; together they are all slots the tree owns."""
+
+    def __init__(self, page_size: int = 1, policy: str = "lru"):
+        if type(page_size) is not int or not 1 <= page_size <= MAX_PAGE_SIZE:
+            raise ValueError(f"page_size is {page_size!r}, expected an integer from 1 to {MAX_PAGE_SIZE}")
+        if policy not in EVICTION:
+            raise ValueError(f"eviction policy {policy!r} is unknown, expected one of {', '.join(sorted(EVICTION))}")
+        self.page_size, self.policy = page_size, policy
+        self._page = page_size * TOKEN_BYTES
+        self._clear()
+
+    def _clear(self) -> None:
+        self.roots: dict[str, Node] = {}  # only those with children: a salt that was used once leaves nothing behind
+        self.evictable = self.protected = self.clock = 0
+        rule = EVICTION[self.policy]
+        self.order: Order = rule() if isinstance(rule, type) else Heap(rule)
+
+    @property
+    def total(self) -> int:
+        """Tokens, hence slots, that the tree owns."""
+        return self.evictable + self.protected
+
+    def root(self, namespace: str = "") -> Node:
+        """The handle of the empty prefix: always valid, and needs no lock."""
+        root = self.roots.get(namespace)
+        return root if root is not None else Node(None, b"", None, namespace)
+
+    # -- looking up --
+
+    def match(self, key: Key, namespace: str = "", limit: int | None = None) -> Match:
+        """The longest cached prefix of `key`, of its first `limit` tokens at most. Changes nothing, recency included.
+
+        The answer is good until something is evicted or taken back: `lock` it to keep it. A key that is matched again and again
+        is best given as `key_bytes(ids)`, converted once.
+        """
+        root = self.roots.get(namespace)
+        if root is None:
+            return Match(self.root(namespace), 0)
+        key = key_bytes(key)
+        node, at = self._descend(root, key, 0, self._whole_pages(len(key), limit))
+        return Match(node, at // TOKEN_BYTES)
+
+    def extend(self, node: Node, key: Key, offset: int = 0, limit: int | None = None) -> Match:
+        """Goes on below `node` with key[offset:], `limit` tokens of it at most. The match's `length` counts from the root."""
+        self._refuse_gone(node)
+        if node.is_root:
+            node = self.root(node.namespace)
+        key, first, origin = key_bytes(key), offset * TOKEN_BYTES, node.end - offset
+        node, at = self._descend(node, key, first, first + self._whole_pages(len(key) - first, limit))
+        return Match(node, origin + at // TOKEN_BYTES)
+
+    def _whole_pages(self, size: int, limit: int | None = None) -> int:
+        """Bytes of the whole pages among `size` bytes, or among their first `limit` tokens."""
+        if limit is not None:
+            size = max(min(size, limit * TOKEN_BYTES), 0)
+        return size - size % self._page
+
+    def _descend(self, node: Node, key: bytes, at: int, end: int) -> tuple[Node, int]:
+        """Follows key[at:end] (byte offsets, whole pages) down from `node`: the deepest node reached and where the match ends."""
+        page = self._page
+        while at < end:
+            child = node.children.get(key[at : at + page])
+            if child is None:
+                break
+            node, span = child, child.key
+            stop = at + len(span)
+            if stop > end or not key.startswith(span, at):
+                return node, at + self._common(span, key, at, end)
+            at = stop
+        return node, at
+
+    def _common(self, span: bytes, key: bytes, at: int, end: int) -> int:
+        """Bytes, in whole pages, that `span` and key[at:end] have in common: the first page, but not all of the span."""
+        count = min(len(span), end - at) // TOKEN_BYTES
+        differ = np.frombuffer(span, np.int32, count) != np.frombuffer(key, np.int32, count, at)
+        same = int(differ.argmax()) or count  # the first token is equal, so 0 means that none differs
+        return (same - same % self.page_size) * TOKEN_BYTES
+
+    def slots(self, node: Node, start: int = 0) -> np.ndarray:
+        """The slots of the tokens [start, node.end) on the path to `node`: a fresh int32 array."""
+        self._refuse_gone(node)
+        parts = []
+        while node.end > start:
+            parts.append(node.slots)
+            node = node.parent
+        return np.concatenate(parts[::-1])[start - node.end :] if parts else np.empty(0, np.int32)
+
+    # -- locking --
+
+    def lock(self, at: Match | Node, *, counted_len: int = 0, priority: int = 0) -> Node:
+        """Protects the path to a match or node from eviction; returns the handle to `unlock`. Splits the node the match ends in.
+
+        `counted_len`: so many tokens from the root on were used by the same request before; their nodes get no second hit.
+        `priority` is the request's: what it uses as a prompt becomes worth what a prompt of that priority is.
+        """
+        node = at if isinstance(at, Node) else at.node
+        self._refuse_gone(node)
+        if node is not at:
+            node = self._end_at(node, at.length)
+        if node.is_root:
+            return node
+        node.holds += 1
+        self._raise(node, priority + 1)
+        chain, handle, up = [], node, node.parent
+        while up is not None:
+            if not node.locks:
+                chain.append(node)
+            node.locks += 1
+            if node.start >= counted_len:
+                node.hits += 1
+            node, up = up, up.parent
+        if chain:  # the lower end of the path: above a locked node all are locked
+            self._protect(handle.end - chain[-1].start)
+            self.order.lock(chain)
+        return handle
+
+    def unlock(self, node: Node) -> None:
+        """Gives one `lock` back. What nobody else holds becomes evictable, as the most recently used."""
+        if node.is_root:
+            return
+        if not node.holds:
+            raise ValueError(f"{node} is not locked: every handle is unlocked exactly once")
+        node.holds -= 1
+        self.clock += 1
+        chain, clock, handle, up = [], self.clock, node, node.parent
+        while up is not None:
+            node.locks -= 1
+            if not node.locks:
+                node.used = clock
+                chain.append(node)
+            node, up = up, up.parent
+        if chain:
+            self._protect(chain[-1].start - handle.end)
+            self.order.touch(chain)
+
+    def move_lock(self, old: Node, new: Node) -> Node:
+        """Moves a handle from `old` down to `new`, at or below it; returns `new`. Costs the nodes between and counts no hit."""
+        self._refuse_gone(new)
+        if not old.holds and not old.is_root:
+            raise ValueError(f"{old} is not locked: only a handle can be moved")
+        between, node = [], new
+        while node is not old and node.parent is not None:
+            between.append(node)
+            node = node.parent
+        if node is not old and not (old.is_root and old.namespace == node.namespace):
+            raise ValueError(f"{new} is not below {old}: lock the one and unlock the other")
+        for node in between:
+            node.locks += 1
+        old.holds -= not old.is_root
+        new.holds += not new.is_root
+        chain = [node for node in between if node.locks == 1]
+        if chain:
+            self._protect(new.end - chain[-1].start)
+            self.order.lock(chain)
+        return new
+
+    def _protect(self, tokens: int) -> None:
+        self.evictable -= tokens
+        self.protected += tokens
+
+    def _end_at(self, node: Node, depth: int) -> Node:
+        """The node on the path to `node` that ends at `depth` tokens, made by a split if there is none."""
+        while node.start >= depth and node.parent is not None:  # split since it was matched, or the match was cut short
+            node = node.parent
+        return node if node.end <= depth else self._split(node, depth - node.start)
+
+    def _refuse_gone(self, node: Node) -> None:
+        if node.parent is None and node.key:
+            raise ValueError(f"{node} has left the tree: match again, and lock a match before anything is evicted or taken back")
+
+    def _raise(self, node: Node, priority: int) -> None:
+        """A path is worth as much as its end; above a node that is worth enough, all are."""
+        while node.priority < priority:
+            node.priority = priority
+            node = node.parent
+
+    # -- growing --
+
+    def insert(self, key: Key, slots: np.ndarray | Sequence[int], *, below: Node | None = None, namespace: str = "",
+               step: int = 0, prompt_len: int | None = None, priority: int = 0, counted_len: int = 0) -> Inserted:
+        """Hangs `key` with the `slots` of its KV, one a token, below a node or below the namespace's root. Locks nothing.
+
+        Whole pages are taken. slots[present : node.end - below.end] now belong to the tree; the slots of the `present` tokens are
+        duplicates, and they and the tail that fills no page stay the caller's. `step` is the launch that computes the KV. Tokens
+        from depth `prompt_len` on (None: none) are output. A node ends where they begin, so that the output, hanging below, goes
+        before the prompt, and under the policy `priority` before other prompts too. `counted_len` is as in `lock`.
+        """
+        key, slots = key_bytes(key), np.asarray(slots, np.int32)
+        if len(slots) * TOKEN_BYTES != len(key):
+            raise ValueError(f"{len(slots)} slots for {len(key) // TOKEN_BYTES} tokens were given, expected one slot a token")
+        if below is not None and namespace not in ("", below.namespace):
+            raise ValueError(f"a node of namespace {below.namespace!r} was given with namespace {namespace!r}")
+        top = below if below is not None else self.root(namespace)
+        self._refuse_gone(top)
+        end = self._whole_pages(len(key))
+        if not end:
+            return Inserted(top, 0)
+        if self.page_size > 1 and slots[0] % self.page_size:
+            raise ValueError(f"slot {slots[0]} begins no page of {self.page_size}: a page's slots are aligned and consecutive")
+        if top.is_root:
+            top = self.roots.setdefault(top.namespace, top)
+        cut = end if prompt_len is None else self._whole_pages(end, prompt_len - top.end)
+        node, present = top, 0
+        if cut:
+            node, present = self._hang(top, key, 0, cut, slots, step, priority + 1, counted_len)
+        if cut < end:
+            node, more = self._hang(node, key, cut, end, slots, step, priority, counted_len)
+            present += more
+        self._touch(node)
+        return Inserted(node, present)
+
+    def _hang(self, top: Node, key: bytes, first: int, end: int, slots: np.ndarray, step: int, priority: int,
+              counted_len: int) -> tuple[Node, int]:
+        """Walks key[first:end] (byte offsets) down from `top`, splits where it parts or ends, makes a leaf of what is left.
+
+        Returns the node that ends at `end` and how many tokens there were already.
+        """
+        node, at = self._descend(top, key, first, end)
+        node = self._end_at(node, top.end + (at - first) // TOKEN_BYTES)
+        self._raise(node, priority)
+        up = node
+        while up is not top:
+            if up.start >= counted_len:
+                up.hits += 1
+            up = up.parent
+        if at < end:
+            # A copy, because the caller's array may be a view of a table row that changes.
+            leaf = Node(node, key[at:end], slots[at // TOKEN_BYTES : end // TOKEN_BYTES].copy(), node.namespace)
+            leaf.priority, leaf.step, leaf.hits, leaf.born = priority, step, 1, self.clock
+            node.children[key[at : at + self._page]] = node = leaf
+            self.evictable += leaf.end - leaf.start
+            self.order.add(leaf)
+        return node, (at - first) // TOKEN_BYTES
+
+    def _split(self, node: Node, size: int) -> Node:
+        """Cuts a node after `size` tokens. Returns the upper part, which is new; the node becomes the lower, so handles stay."""
+        cut = size * TOKEN_BYTES
+        upper = Node(node.parent, node.key[:cut], node.slots[:size].copy(), node.namespace)
+        upper.locks, upper.hits, upper.priority, upper.step = node.locks, node.hits, node.priority, node.step
+        upper.born, upper.used = node.born, node.used
+        upper.parent.children[upper.key[: self._page]] = upper
+        node.parent, node.start = upper, upper.end
+        node.key, node.slots = node.key[cut:], node.slots[size:].copy()
+        upper.children[node.key[: self._page]] = node
+        self.order.split(upper, node)
+        return upper
+
+    def _touch(self, node: Node) -> None:
+        """Makes the unlocked end of a path the most recently used."""
+        self.clock += 1
+        chain = []
+        while not node.locks and node.parent is not None:
+            node.used = self.clock
+            chain.append(node)
+            node = node.parent
+        if chain:
+            self.order.touch(chain)
+
+    # -- shrinking --
+
+    def evict(self, tokens: int) -> np.ndarray:
+        """Takes out unlocked leaves in the policy's order until `tokens` slots are free or none is left; the slots, int32."""
+        parts, freed = [], 0
+        if tokens > 0:
+            for node in self.order.victims():
+                parts.append(node.slots)
+                freed += node.end - node.start
+                self._remove(node)
+                if freed >= tokens:
+                    break
+        return np.concatenate(parts) if parts else np.empty(0, np.int32)
+
+    def remove_step(self, step: int) -> np.ndarray:
+        """Takes back the nodes of a launch that failed and all that hangs below them, whoever put it there; their slots, int32.
+
+        Raises, and changes nothing, if one of them is locked: the requests of the launch and their followers unlock first.
+        """
+        if step <= 0:
+            raise ValueError(f"step is {step}, expected the number of a launch, 1 or more")
+        doomed: dict[Node, None] = {}
+        for node in self.walk():  # parents come first
+            if node.step == step or node.parent in doomed:
+                if node.locks:
+                    raise RuntimeError(f"step {step} cannot be taken back: {node} is locked")
+                doomed[node] = None
+        parts = [node.slots for node in doomed]
+        for node in reversed(doomed):
+            self._remove(node)
+        return np.concatenate(parts) if parts else np.empty(0, np.int32)
+
+    def reset(self) -> np.ndarray:
+        """Empties the tree; all its slots, int32. Raises, and changes nothing, while a request holds a lock."""
+        if self.protected:
+            raise RuntimeError(f"{self.protected} tokens are locked by requests that run: reset the cache when they are done")
+        nodes = list(self.walk())
+        for node in nodes:
+            node.parent = None
+        self._clear()
+        return np.concatenate([node.slots for node in nodes]) if nodes else np.empty(0, np.int32)
+
+    def _remove(self, leaf: Node) -> None:
+        parent = leaf.parent
+        self.order.remove(leaf)
+        del parent.children[leaf.key[: self._page]]
+        leaf.parent = None
+        self.evictable -= leaf.end - leaf.start
+        if parent.children:
+            return
+        if parent.is_root:
+            del self.roots[parent.namespace]
+        elif not parent.locks:
+            self.order.bare(parent)
+
+    # -- looking at it --
+
+    def walk(self) -> Iterator[Node]:
+        """All nodes but the roots, depth first, parents before children."""
+        for root in self.roots.values():
+            stack = list(reversed(root.children.values()))
+            while stack:
+                node = stack.pop()
+                stack.extend(reversed(node.children.values()))
+                yield node
+
+    def render(self, decode: Callable[[list[int]], str] | None = None, width: int = 60) -> str:
+        """The tree as text, a node a line, spans cut to `width` characters; `decode` turns token ids into words."""
+        lines = []
+        for namespace, root in self.roots.items():
+            lines.append(f"root {namespace!r}" if namespace else "root")
+            stack = [(child, "") for child in reversed(root.children.values())]
+            while stack:
+                node, indent = stack.pop()
+                last = next(reversed(node.parent.children.values())) is node
+                text = decode(node.tokens.tolist()) if decode else " ".join(map(str, node.tokens.tolist()))
+                text = text if len(text) <= width else text[: width - 3] + "..."
+                facts = [f"{node.end - node.start} tok"]
+                facts += [f"{node.locks} locks"] * (node.locks > 0) + [f"{node.hits} hits"] * (node.hits > 1)
+                lines.append(f"{indent}{'`-- ' if last else '|-- '}{text}  ({', '.join(facts)})")
+                stack += [(child, indent + ("    " if last else "|   ")) for child in reversed(node.children.values())]
+        return "\n".join(lines or ["(empty)"])
+
+    def check(self) -> None:
+        """Audits every counter and link of tree and eviction order; raises AssertionError that names the node at fault."""
+        nodes, owner = list(self.walk()), {}
+        for namespace, root in self.roots.items():
+            empty = root.parent is None and (root.key, root.start, root.end, root.locks, root.holds) == (b"", 0, 0, 0, 0)
+            assert empty and root.children and root.namespace == namespace, f"the root of {namespace!r} is not one: {root}"
+        for node in nodes:
+            self._check_node(node, node.parent)
+            for slot in node.slots.tolist():
+                assert slot not in owner, f"slot {slot} is in {node} and in {owner[slot]}"
+                owner[slot] = node
+        evictable = sum(node.end - node.start for node in nodes if not node.locks)
+        protected = sum(node.end - node.start for node in nodes if node.locks)
+        assert evictable == self.evictable, f"evictable is {self.evictable}, the nodes say {evictable}"
+        assert protected == self.protected, f"protected is {self.protected}, the nodes say {protected}"
+        self.order.check(nodes)
+
+    def _check_node(self, node: Node, parent: Node) -> None:
+        size = node.end - node.start
+        assert parent.children.get(node.key[: self._page]) is node, f"{node} is not where its parent looks for it"
+        assert parent.namespace == node.namespace, f"{node} is in {node.namespace!r}, its parent in {parent.namespace!r}"
+        assert node.start == parent.end and size > 0, f"{node} does not begin where {parent} ends"
+        assert len(node.key) == size * TOKEN_BYTES and size % self.page_size == 0, f"{node} has a key of {len(node.key)} bytes"
+        assert node.slots.dtype == np.int32 and node.slots.shape == (size,), f"{node} has slots of shape {node.slots.shape}"
+        pages = node.slots.reshape(-1, self.page_size)
+        whole = (pages[:, :1] % self.page_size == 0).all() and (pages - pages[:, :1] == np.arange(self.page_size)).all()
+        assert whole, f"the slots of {node} are not whole pages"
+        assert node.locks == node.holds + sum(child.locks for child in node.children.values()), f"{node}: locks do not add up"
+        assert node.holds >= 0 and node.hits >= 1, f"{node}: {node.holds} handles, {node.hits} hits"
+        assert node.priority <= parent.priority, f"{node}: priority {node.priority} is above its parent's {parent.priority}"
+        assert node.born <= self.clock and node.used <= self.clock, f"{node}: born or used in the future"
+
+
+def key_bytes(key: Key) -> bytes:
+    """Token ids as the bytes of int32, which the tree compares. Bytes pass as they are; a list costs some 30 ns a token."""
+    if isinstance(key, bytes):
+        if len(key) % TOKEN_BYTES:
+            raise ValueError(f"a key of {len(key)} bytes was given, expected int32 ids, {TOKEN_BYTES} bytes each")
+        return key
+    ids = np.asarray(key) if len(key) else np.empty(0, np.int32)
+    if ids.dtype != np.int32:
+        given, ids = ids, ids.astype(np.int32)
+        if given.dtype.kind not in "iu" or (given != ids).any():
+            raise ValueError(f"a key of dtype {given.dtype} was given, expected token ids that fit int32")
+    if ids.ndim != 1:
+        raise ValueError(f"a key of shape {ids.shape} was given, expected one dimension")
+    return ids.tobytes()
+
+
+# -- the seam: which unlocked leaf goes next --
+
+EVICTION: dict[str, type[Order] | Callable[[Node], object]] = {}
+
+
+def eviction(name: str) -> Callable:
+    """Registers a policy: an `Order`, or a function of a leaf whose smallest value goes first (a `Heap` is made of it).
+
+    Of a node, such a function may use what changes only while the node is locked, has children, or is being inserted: its span,
+    `hits`, `priority`, `born`, `used`.
+    """
+
+    def register(rule):
+        EVICTION[name] = rule
+        return rule
+
+    return register
+
+
+class Order:
+    """The events that decide the order, and a ring of nodes linked through `before` and `after` to keep it in.
+
+    A *chain* is a list of nodes that changed together, each followed by its parent. Only the first can be a leaf.
+    """
+
+    def __init__(self) -> None:
+        self.ring = Node(None, b"", None, "")  # ring.after is the head, ring.before the tail
+        self.ring.before = self.ring.after = self.ring
+
+    def add(self, leaf: Node) -> None:
+        """A new unlocked leaf hangs in the tree; `touch` follows."""
+
+    def touch(self, chain: list[Node]) -> None:
+        """These are unlocked and were used just now."""
+
+    def lock(self, chain: list[Node]) -> None:
+        """These were unlocked until now."""
+
+    def split(self, upper: Node, lower: Node) -> None:
+        """`upper` was made of the beginning of `lower`."""
+
+    def bare(self, node: Node) -> None:
+        """An unlocked node has lost its last child."""
+
+    def remove(self, leaf: Node) -> None:
+        """An unlocked leaf leaves the tree."""
+        if leaf.after is not None:
+            self.unlink(leaf)
+
+    def victims(self) -> Iterator[Node]:
+        """Unlocked leaves, next victim first. The caller removes each before it asks for another."""
+        raise NotImplementedError
+
+    def check(self, nodes: list[Node]) -> None:
+        """Audits the order against the nodes of the tree."""
+
+    def link(self, node: Node, before: Node) -> None:
+        """Puts a node into the ring before another; before the ring itself is the tail."""
+        last = before.before
+        last.after = before.before = node
+        node.before, node.after = last, before
+
+    def unlink(self, node: Node) -> None:
+        node.before.after, node.after.before = node.after, node.before
+        node.before = node.after = None
+
+    def check_ring(self, expected: list[Node], child_first: bool | None, value: Callable[[Node], int] | None) -> None:
+        """Asserts that the ring holds the expected nodes, on the right side of their parents, by rising `value`."""
+        linked, node = [], self.ring.after
+        while node is not self.ring:
+            assert node.after.before is node and node.before.after is node, f"{node}: broken links in the eviction order"
+            linked.append(node)
+            node = node.after
+        assert len(linked) == len(expected) and set(linked) == set(expected), "the eviction order has lost or gained nodes"
+        place = {node: i for i, node in enumerate(linked)}
+        for node in linked:
+            if child_first is not None and node.parent in place:
+                assert (place[node] < place[node.parent]) is child_first, f"{node} is on the wrong side of its parent"
+        if value is not None:
+            assert all(value(a) <= value(b) for a, b in zip(linked, linked[1:])), "the eviction order is not sorted"
+
+
+@eviction("lru")
+class Lru(Order):
+    """Least recently used first. All unlocked nodes are linked by last use, every child before its parent: what is above a node
+    was used no earlier, and a chain comes child first. So the head is a leaf, and a parent that becomes bare is in its place."""
+
+    def touch(self, chain: list[Node]) -> None:
+        ring = self.ring
+        for node in chain:
+            if node.after is not None:
+                self.unlink(node)
+            last = ring.before  # `link`, written out: the hottest loop of unlock
+            last.after = ring.before = node
+            node.before, node.after = last, ring
+
+    def lock(self, chain: list[Node]) -> None:
+        for node in chain:  # `unlink`, written out: the hottest loop of lock
+            node.before.after, node.after.before = node.after, node.before
+            node.before = node.after = None
+
+    def split(self, upper: Node, lower: Node) -> None:
+        if not lower.locks:
+            self.link(upper, before=lower.after)
+
+    def victims(self) -> Iterator[Node]:
+        while self.ring.after is not self.ring:
+            yield self.ring.after
+
+    def check(self, nodes: list[Node]) -> None:
+        self.check_ring([node for node in nodes if not node.locks], child_first=True, value=lambda node: node.used)
+
+
+@eviction("mru")
+class Mru(Order):
+    """Most recently used first: right where a set that does not fit is read in a circle. The unlocked leaves are linked by last
+    use. A parent that becomes bare was used no earlier than the leaf just evicted, so its place is at the tail or near it."""
+
+    def add(self, leaf: Node) -> None:
+        if leaf.parent.after is not None:
+            self.unlink(leaf.parent)
+
+    def touch(self, chain: list[Node]) -> None:
+        leaf = chain[0]
+        if leaf.after is not None:
+            self.unlink(leaf)
+        if not leaf.children:
+            self.link(leaf, before=self.ring)
+
+    def lock(self, chain: list[Node]) -> None:
+        if chain[0].after is not None:
+            self.unlink(chain[0])
+
+    def bare(self, node: Node) -> None:
+        place = self.ring
+        while place.before is not self.ring and place.before.used > node.used:
+            place = place.before
+        self.link(node, before=place)
+
+    def victims(self) -> Iterator[Node]:
+        while self.ring.before is not self.ring:
+            yield self.ring.before
+
+    def check(self, nodes: list[Node]) -> None:
+        leaves = [node for node in nodes if not node.locks and not node.children]
+        self.check_ring(leaves, child_first=None, value=lambda node: node.used)
+
+
+@eviction("fifo")
+class Fifo(Order):
+    """Oldest first, however much it is used; a node is as old as the last span hung at or below it. All nodes are linked, every
+    child before its parent. Locked ones keep their place: an evict passes over those at the old end, once a call."""
+
+    def add(self, leaf: Node) -> None:
+        self.link(leaf, before=self.ring)
+        for node in reversed(leaf.parent.path()):
+            self.unlink(node)
+            self.link(node, before=self.ring)
+
+    def split(self, upper: Node, lower: Node) -> None:
+        self.link(upper, before=lower.after)
+
+    def victims(self) -> Iterator[Node]:
+        node = self.ring.after
+        while node is not self.ring:
+            following = node.after
+            if not node.locks:
+                yield node
+            node = following
+
+    def check(self, nodes: list[Node]) -> None:
+        self.check_ring(nodes, child_first=True, value=None)
+
+
+@eviction("filo")
+class Filo(Order):
+    """Newest first: what came first stays. All nodes are linked by birth, parents before children, so the tail is a leaf. Locked
+    ones are passed over as in `Fifo`, and here those of the running requests are at the end where eviction begins."""
+
+    def add(self, leaf: Node) -> None:
+        self.link(leaf, before=self.ring)
+
+    def split(self, upper: Node, lower: Node) -> None:
+        self.link(upper, before=lower)
+
+    def victims(self) -> Iterator[Node]:
+        node = self.ring.before
+        while node is not self.ring:
+            following = node.before
+            if not node.locks:
+                yield node
+            node = following
+
+    def check(self, nodes: list[Node]) -> None:
+        self.check_ring(nodes, child_first=False, value=lambda node: node.born)
+
+
+class Heap(Order):
+    """Smallest `value(leaf)` first. The entry of a leaf that is locked or gets a child is not searched for: the node loses its
+    `ticket`, and the void entry is thrown out when it comes up, or with all others when they are more than half of the heap."""
+
+    def __init__(self, value: Callable[[Node], object]) -> None:
+        super().__init__()
+        self.value = value
+        self.heap: list[tuple[object, int, Node]] = []
+        self.tickets = self.valid = 0  # handed out so far; entries that still count
+
+    def push(self, leaf: Node) -> None:
+        self.void(leaf)
+        self.tickets += 1
+        self.valid += 1
+        leaf.ticket = self.tickets
+        heapq.heappush(self.heap, (self.value(leaf), leaf.ticket, leaf))
+        if len(self.heap) > 2 * self.valid + 64:
+            self.heap = [entry for entry in self.heap if entry[2].ticket == entry[1]]
+            heapq.heapify(self.heap)
+
+    def void(self, node: Node) -> None:
+        self.valid -= node.ticket > 0
+        node.ticket = 0
+
+    def add(self, leaf: Node) -> None:
+        self.void(leaf.parent)
+
+    def touch(self, chain: list[Node]) -> None:
+        if not chain[0].children:
+            self.push(chain[0])
+
+    def lock(self, chain: list[Node]) -> None:
+        self.void(chain[0])
+
+    def bare(self, node: Node) -> None:
+        self.push(node)
+
+    def remove(self, leaf: Node) -> None:
+        self.void(leaf)
+
+    def victims(self) -> Iterator[Node]:
+        while self.heap:
+            _, ticket, node = heapq.heappop(self.heap)
+            if node.ticket == ticket:
+                yield node
+
+    def check(self, nodes: list[Node]) -> None:
+        good = {node: value for value, ticket, node in self.heap if node.ticket == ticket}
+        leaves = {node for node in nodes if not node.locks and not node.children}
+        assert set(good) == leaves, "the valid entries of the heap are not the unlocked leaves"
+        assert self.valid == len(good), f"the heap counts {self.valid} valid entries and has {len(good)}"
+        for node, value in good.items():
+            assert value == self.value(node), f"{node}: its value went from {value} to {self.value(node)} while it was evictable"
+
+
+@eviction("lfu")
+def lfu(leaf: Node) -> tuple[int, int]:
+    """Fewest requests first, then least recently used."""
+    return leaf.hits, leaf.used
+
+
+@eviction("slru")
+def slru(leaf: Node) -> tuple[bool, int]:
+    """What one request used goes before what several did: a flood of single prompts cannot wash a shared one out."""
+    return leaf.hits >= SLRU_THRESHOLD, leaf.used
+
+
+@eviction("priority")
+def priority(leaf: Node) -> tuple[int, int]:
+    """What mattered least to its most important request first; a prompt counts one more than an output."""
+    return leaf.priority, leaf.used
+
+
+# -- demo: nine points in the life of a tree, after Figure 3 of the SGLang paper --
+
+POOL_SLOTS = 53
+SYSTEM = "You are a helpful assistant."
+HELLO = "User: Hello! Assistant: Hi!"
+STORY = "User: Tell me a story. Assistant: Once there was a tree whose leaves were tokens and every fork found its own branch."
+WHAT = "User: What is SGLang? Assistant: An engine."
+WHY = "User: Why a tree? Assistant: Because programs fork and a tree keeps what they have in common."
+AT_FIRST = "User: What did I say at first? Assistant: You said hello and I said hi, then a story about a tree that I forgot."
+SHOTS = "Q: 1+1 A: 2 Q: 2+3 A: 5"
+FIGURE_3 = [
+    ("the tree is empty", []),
+    ("chat 1 begins", [f"{SYSTEM} {HELLO}"]),
+    ("chat 1, second turn: the first is a hit", [f"{SYSTEM} {HELLO} {STORY}"]),
+    ("chat 2 begins: a split, so that both share the beginning", [f"{SYSTEM} {WHAT}"]),
+    ("chat 2, second turn: memory is short, the story goes", [f"{SYSTEM} {WHAT} {WHY}"]),
+    ("a few-shot question shares nothing with the chats", [f"{SHOTS} Q: 3+5 A: 8"]),
+    ("a batch of such questions shares the examples", [f"{SHOTS} Q: {it}" for it in ("4+4 A: 8", "6*2 A: 12", "7-4 A: 3")]),
+    ("chat 1 comes back: chat 2 is least recently used and goes", [f"{SYSTEM} {HELLO} {AT_FIRST}"]),
+    ("more answers to 7-4 (self-consistency): the other questions go",
+     [f"{SHOTS} Q: 7-4 A: {it}" for it in ("it is 3", "maybe 4", "7-4=3 so 3")]),
+]
+
+
+def replay_figure_3() -> Iterator[tuple[str, int, int, list[str], str]]:
+    """Serves the requests one after the other, a word a token; after each of the nine points yields its title, the tokens asked,
+    the tokens of them that were hits, the spans that were evicted, and the tree as text."""
+    words: list[str] = []
+    tree, free = Tree(), np.arange(POOL_SLOTS, dtype=np.int32)
+
+    def encode(text: str) -> np.ndarray:
+        words.extend(word for word in dict.fromkeys(text.split()) if word not in words)
+        return np.array([words.index(word) for word in text.split()], np.int32)
+
+    def decode(ids: list[int]) -> str:
+        return " ".join(words[i] for i in ids)
+
+    for title, requests in FIGURE_3:
+        asked_len, hit_len, evicted = 0, 0, []
+        for ids in map(encode, requests):
+            handle = tree.lock(tree.match(ids))
+            fresh_len = len(ids) - handle.end
+            if fresh_len > len(free):
+                spans = {node: decode(node.tokens.tolist()) for node in tree.walk()}
+                free = np.concatenate([free, tree.evict(fresh_len - len(free))])
+                evicted += [span for node, span in spans.items() if node.parent is None]
+            tree.insert(ids[handle.end :], free[:fresh_len], below=handle)
+            tree.unlock(handle)
+            asked_len, hit_len, free = asked_len + len(ids), hit_len + handle.end, free[fresh_len:]
+        yield title, asked_len, hit_len, evicted, tree.render(decode)
+
+
+if __name__ == "__main__":
+    print(f"{POOL_SLOTS} slots, a word a token, LRU. As in the paper's figure, a request and its answer go in as one piece.")
+    for number, (title, asked_len, hit_len, evicted, picture) in enumerate(replay_figure_3(), start=1):
+        print(f"\n({number}) {title}" + f": {hit_len} of {asked_len} tokens hit" * (asked_len > 0))
+        for span in evicted:
+            print(f"    evicted: {span}")
+        print(picture)

@@ -1,0 +1,464 @@
+"""Sampling: logits to tokens, the same token for the same seed, whatever else is in the batch.
+
+The problem: a batch holds rows with different temperatures, filters, penalties and seeds, and a row's answer must not depend on its
+neighbours, on how often it was retracted, or on the device. A generator with a state breaks this: who draws first, and how much?
+
+Here a row's randomness has no state. The noise of (seed, position, token) is a hash of those three numbers (a counter-based
+generator, Salmon et al. 2011), and a token is drawn by the Gumbel-max trick (Gumbel 1954; Maddison, Tarlow, Minka 2014):
+
+    logits --penalties--bias--mask--> / temperature --> filters --> + noise --> argmax
+                                                           |           |
+            kept: top - z <= gap(top-k, top-p, min-p) -----+           +---- G = -log(-log(u)),  u = hash(seed, position, token)
+
+    P(argmax_i (z_i + G_i) = i) = exp(z_i) / sum_j exp(z_j): no cumulative sum, no sort, and greedy is the case without noise. Whoever
+    knows a row's seed can ask which token it *would* draw at a position: speculative drafts use that.
+
+    gap        Every filter is one number a row: how far below the best logit a token may lie. top-k: the gap of the k-th value;
+               min-p: -log(min_p); top-p: the least gap whose tokens hold the mass. Tokens of equal logit stay or go together, so a
+               kept set never depends on the order in which some sort left its ties (logits of a bf16 model tie all the time).
+    edits      What changes logits before the temperature. logit_bias and min_tokens are one list of (row, token, value, until): the
+               value is added while the row's position is below `until`, which is compared on the device.
+    group      Rows of a batch that need the same work. Groups and index lists are host knowledge (`SamplingBatch`, built when
+               membership changes); temperatures, seeds and counts are rows on the device. So `sample` never waits for the device.
+
+Invariant: a row's token is a function of its own logits, position, parameters and history. Logprobs are the model's: of the raw
+logits, before any edit. Rows whose edited logits hold NaN or +inf, or nothing but -inf, are flagged `bad`; their token means nothing.
+Cost: a greedy row reads its logits once, a sampled one makes some 20 passes and two logarithms, top-p 60 more (it bisects; a sort
+costs eight times that). On a CPU the passes run block by block, in the cache.
+Where it stops: uniforms are equal bit for bit on every device, logarithms only to rounding; 31 bits of noise cannot tell apart
+chances below 2^-32; a GPU kernel that fuses the passes is left to whoever measures that it matters.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .protocol import GREEDY_TEMPERATURE, MAX_LOGPROBS, SamplingParams
+
+CPU_BLOCK = 2**17       # logits a block of rows has per CPU thread: a few buffers of 512 KiB stay in the second-level cache
+GPU_BLOCK = 2**24       # on a GPU blocks only bound memory
+SMALL_K = 64            # up to here top-k reads a sorted list of the least gaps, beyond it bisects. Fixed, so that no row's arithmetic
+                        # depends on its neighbour's k
+MASS_SLACK = 1e-6       # what a boundary may miss by rounding alone and still count as reached: probability mass (top-p) ...
+GAP_SLACK = 5e-6        # ... and difference of logits (min-p)
+REMOVED = -1e38         # added to what a filter removes: below every logit, and unlike -inf it can be multiplied by 0
+NEVER = 2**62           # `until` of a bias that always holds
+
+VALUES = 7              # columns of SamplingState.values
+INV_TEMPERATURE, TOP_K, TOP_P, MIN_P_GAP, REPETITION, FREQUENCY, PRESENCE = range(VALUES)
+
+Index = slice | Tensor  # batch rows: a slice where they are consecutive (indexing gives a view), else int64 ids (a copy)
+
+
+class Work(NamedTuple):
+    """What a row's parameters cost. small_k and large_k exclude each other; a greedy row has none of the others."""
+
+    greedy: bool
+    small_k: bool = False
+    large_k: bool = False
+    top_p: bool = False
+    min_p: bool = False
+
+
+@dataclass(frozen=True)
+class Bias:
+    """Conditional biases: `value` is added to logits[row, token] while positions[row] < until."""
+
+    rows: Tensor      # [M] int64, batch rows
+    tokens: Tensor    # [M] int64
+    values: Tensor    # [M] fp32
+    until: Tensor     # [M] int64
+
+
+@dataclass(frozen=True)
+class SamplingBatch:
+    """What the host knows about the rows of a batch; valid while its membership does not change."""
+
+    rows: Tensor                              # [N] int64, request rows
+    groups: list[tuple[Work, list[Index]]]    # every batch row in one block of one group
+    penalised: list[Index]                    # blocks of batch rows with any penalty
+    repetition: list[Index]                   # blocks of batch rows with a repetition penalty
+    bias: Bias | None
+    logprobs: Index | None                    # batch rows that want logprobs
+    logprobs_k: int                           # the most top entries any of them wants
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """Device tensors, entry i for batch row i. Logprobs of rows that did not ask are NaN, their ids 0."""
+
+    tokens: Tensor                  # [N] int64
+    bad: Tensor                     # [N] bool: the logits were not finite, the token means nothing
+    logprobs: Tensor | None         # [N] fp32, of the sampled token
+    top_ids: Tensor | None          # [N, k] int64, best first
+    top_logprobs: Tensor | None     # [N, k] fp32
+
+
+class SamplingState:
+    """Sampling values, seeds and penalty counts, one row a request.
+
+    Owns these device rows. `set_row`, `batch` and `sample` are called in stream order (on a CPU: by the worker that computes), and a
+    row that was left needs no clearing: the next `set_row` overwrites it.
+    """
+
+    def __init__(self, max_rows: int, vocab_size: int, device: torch.device | str):
+        """Room for `max_rows` requests over `vocab_size` logits."""
+        self.max_rows, self.vocab_size, self.device = max_rows, vocab_size, torch.device(device)
+        block = CPU_BLOCK * torch.get_num_threads() if self.device.type == "cpu" else GPU_BLOCK
+        self.block_rows = min(max_rows, max(1, block // vocab_size))
+        self.values = torch.zeros(max_rows, VALUES, device=device)                      # [R, VALUES] fp32
+        self.seeds = torch.zeros(max_rows, dtype=torch.int64, device=device)            # [R] int64
+        self.words = _token_words(torch.arange(vocab_size, device=device))              # [V] int32, the token's part of the hash
+        self.counts: Tensor | None = None         # [R, V] fp32, of output tokens; allocated with the first penalty
+        self.in_prompt: Tensor | None = None      # [R, V] bool; allocated with the first repetition penalty
+        self.scratch: list[Tensor] = []           # four of [block_rows, V] fp32; allocated with the first row that is not greedy
+        self.biases: list[tuple[np.ndarray, np.ndarray, np.ndarray] | None] = [None] * max_rows     # host: tokens, values, until
+
+    def set_row(self, row: int, params: SamplingParams, seed: int, prompt_ids: Sequence[int], output_ids: Sequence[int],
+                end_ids: Sequence[int]) -> None:
+        """Write request row `row`: verified parameters, the sample's own 64-bit seed, and counts rebuilt from the ids so far."""
+        k = params.top_k if 0 < params.top_k < self.vocab_size else self.vocab_size
+        gap = -math.log(params.min_p) if params.min_p > 0 else math.inf
+        values = [1 / max(params.temperature, GREEDY_TEMPERATURE), k, params.top_p, gap,
+                  params.repetition_penalty, params.frequency_penalty, params.presence_penalty]
+        self.values[row].copy_(torch.tensor(values), non_blocking=True)
+        self.seeds[row] = seed - 2**64 if seed >= 2**63 else seed       # the same 64 bits as a signed number
+        self.biases[row] = _bias_of(params, end_ids)
+        if not _penalised(params):
+            return
+        if self.counts is None:
+            self.counts = torch.zeros(self.max_rows, self.vocab_size, device=self.device)
+        ids, counts = np.unique(np.asarray(output_ids, dtype=np.int64), return_counts=True)
+        self.counts[row].zero_().index_copy_(0, self._upload(ids), self._upload(counts.astype(np.float32)))
+        if params.repetition_penalty != 1:
+            if self.in_prompt is None:
+                self.in_prompt = torch.zeros(self.max_rows, self.vocab_size, dtype=torch.bool, device=self.device)
+            self.in_prompt[row].zero_().index_fill_(0, self._upload(np.unique(np.asarray(prompt_ids, dtype=np.int64))), True)
+
+    def batch(self, members: Sequence[tuple[int, SamplingParams, int]]) -> SamplingBatch:
+        """Sort out the work of the rows (request row, params, prompt length in tokens) that sample in a step. After `set_row`."""
+        groups: dict[Work, list[int]] = {}
+        penalised, repetition, wanted, biased, most = [], [], [], [], 0
+        for i, (row, params, prompt_len) in enumerate(members):
+            groups.setdefault(work_of(params, self.vocab_size), []).append(i)
+            if _penalised(params):
+                penalised.append(i)
+                if params.repetition_penalty != 1:
+                    repetition.append(i)
+            if params.logprobs is not None:
+                wanted.append(i)
+                most = max(most, params.logprobs)
+            if self.biases[row] is not None:
+                biased.append((i, prompt_len, *self.biases[row]))
+        return SamplingBatch(
+            rows=self._upload(np.array([row for row, _, _ in members], dtype=np.int64)),
+            groups=[(work, [self._index(index)] if work.greedy else self._blocks(index)) for work, index in groups.items()],
+            penalised=self._blocks(penalised), repetition=self._blocks(repetition), bias=self._bias(biased),
+            logprobs=self._index(wanted) if wanted else None, logprobs_k=min(most, self.vocab_size))
+
+    def sample(self, logits: Tensor, positions: Tensor, batch: SamplingBatch, mask: Tensor | None = None) -> Sampled:
+        """Draw one token for every batch row. Never waits for the device.
+
+        logits [N, V] fp32, contiguous: MUTATED (edits are made in place). positions [N] int64: the index, in its sequence, of the token
+        being drawn. mask [N, ceil(V / 32)] int32: allowed tokens as bits (see `apply_mask`), all ones for a row without a grammar.
+        Also counts the drawn tokens of rows with penalties.
+        """
+        raw = None if batch.logprobs is None else logits[batch.logprobs]                # [L, V]
+        if isinstance(batch.logprobs, slice) and (mask is not None or batch.penalised or batch.bias is not None):
+            raw = raw.clone()       # a slice is a view, and the edits below would show through it
+        self._penalise(logits, batch)
+        if batch.bias is not None:
+            add_bias(logits, positions, batch.bias)
+        if mask is not None:
+            apply_mask(logits, mask)
+        tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)      # [N] int64
+        best = torch.empty(len(logits), device=logits.device)                           # [N] fp32
+        for work, blocks in batch.groups:
+            for block in blocks:
+                z = logits[block] if work.greedy else self._perturbed(logits, positions, batch, work, block)
+                best[block], tokens[block] = first_max(z)
+        for block in batch.penalised:
+            drawn = (batch.rows[block], tokens[block])
+            self.counts.index_put_(drawn, self.counts.new_ones(()), accumulate=True)
+        return Sampled(tokens, ~torch.isfinite(best), *_spread(raw, tokens, batch))
+
+    def _perturbed(self, logits: Tensor, positions: Tensor, batch: SamplingBatch, work: Work, block: Index) -> Tensor:
+        """The rows `block` of the edited logits, divided by the temperature, filtered, with noise: [n, V] in scratch."""
+        if not self.scratch:
+            self.scratch = [torch.empty(self.block_rows, self.vocab_size, device=self.device) for _ in range(4)]
+        rows = batch.rows[block]
+        values, n = self.values[rows], len(rows)
+        z, *spare = (buffer[:n] for buffer in self.scratch)
+        if isinstance(block, slice):
+            torch.mul(logits[block], values[:, INV_TEMPERATURE, None], out=z)
+        else:
+            torch.index_select(logits, 0, block, out=z).mul_(values[:, INV_TEMPERATURE, None])
+        if any(work):
+            filter_(z, values, work, spare)
+        return z.sub_(_log_exponential(_keys(self.seeds[rows], positions[block]), self.words, spare))
+
+    def _penalise(self, logits: Tensor, batch: SamplingBatch) -> None:
+        """Repetition, then frequency and presence, in place on the batch rows that have them."""
+        for block in batch.repetition:
+            rows = batch.rows[block]
+            z, factor = logits[block], self.values[rows, REPETITION, None]
+            seen = (self.counts[rows] > 0) | self.in_prompt[rows]
+            logits[block] = torch.where(seen, torch.where(z > 0, z / factor, z * factor), z)
+        for block in batch.penalised:
+            rows = batch.rows[block]
+            counts = self.counts[rows]                                                  # [n, V] fp32, a copy
+            z = logits[block].sub_(counts * self.values[rows, FREQUENCY, None])
+            logits[block] = z.sub_(counts.clamp_(max=1).mul_(self.values[rows, PRESENCE, None]))
+
+    def _blocks(self, index: list[int]) -> list[Index]:
+        return [self._index(index[i:i + self.block_rows]) for i in range(0, len(index), self.block_rows)]
+
+    def _index(self, index: list[int]) -> Index:
+        if index[-1] - index[0] == len(index) - 1:
+            return slice(index[0], index[-1] + 1)
+        return self._upload(np.array(index, dtype=np.int64))
+
+    def _bias(self, biased: list[tuple[int, int, np.ndarray, np.ndarray, np.ndarray]]) -> Bias | None:
+        if not biased:
+            return None
+        rows = np.repeat(np.array([i for i, *_ in biased], dtype=np.int64), [len(tokens) for _, _, tokens, _, _ in biased])
+        tokens, values = (np.concatenate([entry[part] for entry in biased]) for part in (2, 3))
+        until = np.concatenate([until + prompt_len for _, prompt_len, _, _, until in biased])
+        return Bias(*map(self._upload, (rows, tokens, values, until)))
+
+    def _upload(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array).to(self.device, non_blocking=True)
+
+
+def work_of(params: SamplingParams, vocab_size: int) -> Work:
+    """The work that a row with these parameters needs."""
+    if params.greedy:
+        return Work(greedy=True)
+    limited = 0 < params.top_k < vocab_size
+    return Work(greedy=False, small_k=limited and params.top_k <= SMALL_K, large_k=limited and params.top_k > SMALL_K,
+                top_p=params.top_p < 1, min_p=params.min_p > 0)
+
+
+def first_max(z: Tensor) -> tuple[Tensor, Tensor]:
+    """[n, V] fp32 -> (greatest value [n], its lowest index [n] int64). A row that holds a NaN gives NaN and some valid index."""
+    width = 128
+    if z.device.type != "cpu" or z.shape[-1] % width:
+        return z.max(-1)
+    # torch's argmax on a CPU is ten times slower than its maximum: find the first tile that holds the maximum, then look inside it.
+    tiles = z.view(len(z), -1, width)                                   # [n, V / width, width]
+    best, tile = tiles.amax(-1).max(-1)
+    return best, tile * width + tiles[torch.arange(len(z)), tile].argmax(-1)
+
+
+# ---- noise ---------------------------------------------------------------------------------------------------------------------
+
+def noise(seeds: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
+    """Gumbel noise of (seed, position, token): seeds, positions [N] int64; tokens [V] or [N, K] ids -> [N, V] or [N, K] fp32.
+
+    A row samples argmax(filtered logits / temperature + noise).
+    """
+    keys, words = _keys(seeds, positions), _token_words(tokens)
+    spare = [torch.empty(len(keys), words.shape[-1], device=words.device) for _ in range(2)]
+    return _log_exponential(keys, words, spare).neg_()
+
+
+def _keys(seeds: Tensor, positions: Tensor) -> Tensor:
+    """[N] int64 twice -> [N, 2] int32: 64 mixed bits of (seed, position), the first word made odd."""
+    key = _mix64(_mix64(seeds) + positions * -0x61C8864680B583EB)       # 2^64 / golden ratio, as a signed number
+    words = key.view(torch.int32).view(-1, 2)                           # low word, high word: all our devices are little-endian
+    words[:, 0].bitwise_or_(1)
+    return words
+
+
+def _mix64(x: Tensor) -> Tensor:
+    """SplitMix64's finaliser (Steele, Lea, Flood 2014) on int64, a bijection. `>>` copies the sign, hence the masks."""
+    x = (x ^ ((x >> 30) & (2**34 - 1))) * -0x40A7B892E31B1A47
+    x = (x ^ ((x >> 27) & (2**37 - 1))) * -0x6B2FB644ECCEEE15
+    return x ^ ((x >> 31) & (2**33 - 1))
+
+
+def _token_words(tokens: Tensor) -> Tensor:
+    """Token ids -> int32 words that look random: lowbias32 (Wellons 2018), a bijection on 32 bits."""
+    x = tokens.to(torch.int32) + 0x9E3779B
+    x = (x ^ ((x >> 16) & 0xFFFF)) * 0x7FEB352D
+    x = (x ^ ((x >> 15) & 0x1FFFF)) * -0x7B935975
+    return x ^ ((x >> 16) & 0xFFFF)
+
+
+def _uniform_bits(keys: Tensor, words: Tensor, x: Tensor, t: Tensor) -> Tensor:
+    """keys [N, 2], words [V] or [N, K] int32 -> x [N, V] or [N, K] int32 in [0, 2^31). x and t are int32 buffers of that shape.
+
+    Murmur3's finaliser (Appleby 2011) with a secret first multiplier: times the row's odd word, plus its other word, shift-xor,
+    multiply, shift-xor. For a fixed token a bijection of the other word, so exactly uniform over keys. The last shift copies the sign
+    on purpose: x ^ (x >> 15) then clears the sign bit, two numbers to one.
+    """
+    torch.mul(words, keys[:, 0:1], out=x).add_(keys[:, 1:2])
+    torch.bitwise_right_shift(x, 16, out=t)
+    x.bitwise_xor_(t.bitwise_and_(0xFFFF)).mul_(-0x7A143595)            # 0x85EBCA6B
+    torch.bitwise_right_shift(x, 15, out=t)
+    return x.bitwise_xor_(t)
+
+
+def _log_exponential(keys: Tensor, words: Tensor, spare: list[Tensor]) -> Tensor:
+    """log(E), E = -log(1 - v), v uniform in (0, 1): minus Gumbel noise, in spare[1]. spare: two or more fp32 buffers.
+
+    The winner of an argmax has a small E, which -log(u) with a float u near 1 would round to steps of 2^-24: hence log1p.
+    """
+    bits = _uniform_bits(keys, words, spare[0].view(torch.int32), spare[1].view(torch.int32))
+    v = spare[1].copy_(bits).clamp_(max=2.0**31 - 128)                  # the last float below 2^31, or v could be 1 and E infinite
+    v.mul_(-(2.0**-31)).sub_(2.0**-32)                                  # -v; exact products and one rounding, so equal on all devices
+    return v.log1p_().neg_().log_()
+
+
+# ---- filters -------------------------------------------------------------------------------------------------------------------
+
+def filter_(z: Tensor, values: Tensor, work: Work, spare: list[Tensor]) -> None:
+    """Remove from z [n, V] fp32 (already divided by the temperature), in place, what top-k, top-p and min-p do not keep.
+
+    values [n, VALUES]: the rows of SamplingState.values. spare: three buffers like z. top-p applies to what top-k left, renormalised,
+    and keeps the token that crosses the boundary; min-p is relative to the best token.
+    """
+    gaps, weights, inside = spare
+    torch.sub(z.amax(-1, keepdim=True), z, out=gaps)                    # [n, V] fp32, >= 0
+    limit = torch.full_like(gaps[:, :1], math.inf)                      # [n, 1] fp32
+    if work.small_k:
+        limit = _gap_of_list(gaps, values, work.top_p)
+    elif work.large_k:
+        limit = _least_gap(gaps, None, values[:, TOP_K, None], inside)
+    if work.top_p and not work.small_k:
+        torch.neg(gaps, out=weights).exp_()                             # 1 for the best token
+        if work.large_k:
+            weights.mul_(torch.le(gaps, limit, out=inside))
+        mass = weights.sum(-1, keepdim=True) * (values[:, TOP_P, None] - MASS_SLACK)
+        limit = torch.minimum(limit, _least_gap(gaps, weights, mass, inside))
+    if work.min_p:
+        limit = torch.minimum(limit, values[:, MIN_P_GAP, None] + GAP_SLACK)
+    z.add_(torch.gt(gaps, limit, out=inside), alpha=REMOVED)
+
+
+def _gap_of_list(gaps: Tensor, values: Tensor, top_p: bool) -> Tensor:
+    """The limit [n, 1] of a top-k up to SMALL_K, and of a top-p within it, from the sorted list of the least gaps."""
+    least = gaps.topk(min(SMALL_K, gaps.shape[-1]), largest=False).values           # [n, SMALL_K] fp32, ascending
+    last = values[:, TOP_K, None].long() - 1                                        # [n, 1] int64, index of the k-th
+    if top_p:
+        inside = torch.arange(least.shape[-1], device=gaps.device) <= last
+        mass = torch.exp(-least).mul_(inside).cumsum(-1)
+        short = mass < mass[:, -1:] * (values[:, TOP_P, None] - MASS_SLACK)
+        last = torch.minimum(short.sum(-1, keepdim=True), last)                     # the first that is not short crosses the boundary
+    return least.gather(-1, last)
+
+
+def _least_gap(gaps: Tensor, weights: Tensor | None, target: Tensor, inside: Tensor) -> Tensor:
+    """The least gap g [n, 1] such that the weights (None: ones) of {gaps <= g} sum to at least target [n, 1]. inside: a buffer.
+
+    Floats >= 0 are ordered as their bits are, so the answer is built bit by bit from the top: a bit is set iff what lies strictly
+    below the trial is not enough. (Past infinity a trial is NaN, nothing lies below it, and the limit NaN removes nothing.)
+    """
+    answer = torch.zeros(len(gaps), 1, dtype=torch.int32, device=gaps.device)
+    for bit in range(30, -1, -1):
+        trial = answer | (1 << bit)
+        torch.lt(gaps, trial.view(torch.float32), out=inside)           # 0.0 or 1.0: four times faster than a bool on a CPU
+        mass = (inside if weights is None else inside.mul_(weights)).sum(-1, keepdim=True)
+        answer = torch.where(mass < target, trial, answer)
+    return answer.view(torch.float32)
+
+
+# ---- edits ---------------------------------------------------------------------------------------------------------------------
+
+def apply_mask(logits: Tensor, mask: Tensor, rows: Tensor | None = None) -> None:
+    """Forbid, in place, every token whose bit is 0. logits [N, V] fp32; mask [M, ceil(V / 32)] int32, bit t % 32 of word t // 32.
+
+    Mask row i belongs to logits row rows[i] (int64 [M], distinct), or to row i where rows is None; other rows are left alone.
+    """
+    vocab_size = logits.shape[-1]
+    shifts = torch.arange(32, dtype=torch.int32, device=mask.device)
+    bits = (mask.unsqueeze(-1) >> shifts).bitwise_and_(1)               # [M, W, 32] int32
+    banned = bits.view(len(mask), -1)[:, :vocab_size] == 0              # [M, V] bool
+    if rows is None:
+        logits.masked_fill_(banned, -math.inf)
+    else:
+        logits[rows] = logits[rows].masked_fill_(banned, -math.inf)
+
+
+def add_bias(logits: Tensor, positions: Tensor, bias: Bias) -> None:
+    """Add the entries of `bias` that hold at these positions ([N] int64) to logits [N, V] fp32, in place."""
+    values = torch.where(positions[bias.rows] < bias.until, bias.values, 0.0)
+    logits.index_put_((bias.rows, bias.tokens), values, accumulate=True)
+
+
+def _penalised(params: SamplingParams) -> bool:
+    return params.presence_penalty != 0 or params.frequency_penalty != 0 or params.repetition_penalty != 1
+
+
+def _bias_of(params: SamplingParams, end_ids: Sequence[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
+    """(tokens int64, values fp32, until int64 counted from the prompt's end) of logit_bias and min_tokens; None if there is nothing."""
+    bias = params.logit_bias or {}
+    held = set(end_ids) | set(params.stop_token_ids or ()) if params.min_tokens > 0 and not params.ignore_eos else set()
+    if not bias and not held:
+        return None
+    tokens = np.array([*bias, *sorted(held)], dtype=np.int64)
+    values = np.array([*bias.values(), *[-math.inf] * len(held)], dtype=np.float32)
+    until = np.array([NEVER] * len(bias) + [params.min_tokens] * len(held), dtype=np.int64)
+    return tokens, values, until
+
+
+# ---- logprobs ------------------------------------------------------------------------------------------------------------------
+
+def prompt_logprobs(logits: Tensor, targets: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The model's log-probabilities of given tokens. logits [N, V] fp32 raw, targets [N] int64, k in [0, 20].
+
+    Returns (logprobs [N] fp32, top_ids [N, k] int64, top_logprobs [N, k] fp32), best first; k is at most V. Mutates nothing, and needs
+    no second [N, V]: the caller bounds memory by the size of the pieces it passes.
+    """
+    size = max(1, (CPU_BLOCK * torch.get_num_threads() if logits.device.type == "cpu" else GPU_BLOCK) // logits.shape[-1])
+    parts = [_logprobs(logits[i:i + size], targets[i:i + size], k) for i in range(0, max(1, len(logits)), size)]
+    return tuple(torch.cat(part) for part in zip(*parts))
+
+
+def _logprobs(logits: Tensor, targets: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
+    total = logits.logsumexp(-1, keepdim=True)                          # [n, 1]
+    chosen = (logits.gather(-1, targets.unsqueeze(-1)) - total).squeeze(-1)
+    if k == 0:
+        return chosen, targets.new_empty(len(targets), 0), logits.new_empty(len(targets), 0)
+    # Always the same width, or a neighbour's k could change which ties are listed; among equals the lower id goes first.
+    values, ids = logits.topk(min(MAX_LOGPROBS, logits.shape[-1]))
+    ids, order = torch.sort(ids)
+    values, order = torch.sort(values.gather(-1, order), descending=True, stable=True)
+    return chosen, ids.gather(-1, order)[:, :k], (values - total)[:, :k]
+
+
+def _spread(raw: Tensor | None, tokens: Tensor, batch: SamplingBatch) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Logprobs of the rows that asked (raw [L, V]), laid out over all N rows."""
+    if raw is None:
+        return None, None, None
+    found = prompt_logprobs(raw, tokens[batch.logprobs], batch.logprobs_k)
+    if len(raw) == len(tokens):
+        return found
+    logprobs = raw.new_full((len(tokens),), math.nan)
+    top_ids = tokens.new_zeros(len(tokens), batch.logprobs_k)
+    top_logprobs = raw.new_full((len(tokens), batch.logprobs_k), math.nan)
+    for whole, part in zip((logprobs, top_ids, top_logprobs), found):
+        whole[batch.logprobs] = part
+    return logprobs, top_ids, top_logprobs
+
+
+if __name__ == "__main__":
+    draws = 20_000
+    probabilities = torch.tensor([0.4, 0.3, 0.2, 0.1])
+    print(f"argmax of logits + noise is a draw: frequencies at {draws} positions of seed 42, beside what they should be")
+    for fields in ({}, {"top_p": 0.6}, {"top_k": 3}, {"min_p": 0.5}, {"temperature": 2.0}, {"temperature": 0.0}):
+        params = SamplingParams(**fields)
+        state = SamplingState(max_rows=draws, vocab_size=4, device="cpu")
+        state.set_row(0, params, 42, prompt_ids=[0], output_ids=[], end_ids=[])
+        z, values = probabilities.log()[None] * state.values[0, INV_TEMPERATURE], state.values[:1]
+        filter_(z, values, work_of(params, 4), [torch.empty(1, 4) for _ in range(3)])
+        drawn = state.sample(probabilities.log().repeat(draws, 1), torch.arange(draws), state.batch([(0, params, 1)] * draws)).tokens
+        for title, row in (("drawn", torch.bincount(drawn, minlength=4) / draws), ("exact", z.softmax(-1)[0])):
+            print(f"  {str(fields or 'plain') if title == 'drawn' else '':20} {title}", *(f"{x:.3f}" for x in row.tolist()))

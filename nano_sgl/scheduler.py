@@ -1,0 +1,606 @@
+"""Scheduler: which requests run in the next step, how many tokens each, and in whose memory.
+
+There is no prefill phase and no decode phase. One rule runs everything: *a request knows `seq_len` tokens and has KV for `computed_len` of
+them; a step extends it, and leaves at least one token to compute, or there are no logits.*
+
+      known    |#############################|        seq_len
+      computed |###############|                      computed_len          decode:  the gap is 1
+                ^ adopted       ^ next chunk ^        a long prompt: the gap shrinks chunk by chunk, then a token is sampled
+
+A pass (`next_batch`) spends one token budget: running requests first (decode rows, then the prompt that is being cut into chunks), then
+waiting ones in the order of the policy, as budget, rows and memory allow. A prompt's tokens enter the tree *when their step is launched*, so
+the next candidate of the same pass already matches them: 64 cold prompts that share 30 tokens are admitted in one pass, and the shared tokens
+are computed once. A candidate waits only where a leader will compute at least 32 more tokens that both need.
+
+Memory never deadlocks: a request is refused at `add` if it could not run alone, is admitted only where its prompt and its likely output fit
+beside what the running ones still need, and when the guess was wrong the cheapest running request is *retracted*: its KV stays in the tree,
+its tokens stay known, it queues again and adopts what is left. Nothing is recomputed but what was evicted meanwhile.
+
+Rows of a batch lie in depth-first tree order, so the rows below any node are one range: `Batch.shared` lists, at every level, which rows
+share which run of columns. Attention reads each such run once.
+
+Only this file writes a `Req`, calls the tree's mutators and moves slots. A request's row and lock are given up after the last step that holds
+them has committed, never before; that is what `in_flight` counts.
+
+Source: continuous batching is Orca (Yu et al. 2022); chunked prefill is Sarathi (Agrawal et al. 2023); the one rule is vLLM v1's; cache-aware
+order, in-batch sharing and the admission estimate are SGLang's (Zheng et al. 2024). Cost of a pass: O(rows) plus one match per candidate.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from .memory import Rows, SlotAllocator, Writes
+from .protocol import Request, RequestError
+from .radix import Node, Tree
+
+WAIT_FOR_LEADER = 32     # tokens beyond the leader's chunk that make waiting cheaper than computing them twice
+OUTPUT_ESTIMATE = 4096   # an output is never expected to be longer than this
+RATIO_START, RATIO_MIN, RATIO_DECAY, RATIO_RAISE = 0.7, 0.1, 0.995, 0.3  # share of max_tokens that requests are expected to use
+MAX_FAILURES = 2         # failed steps that one request may be part of
+
+
+class Req:
+    """A request as the scheduler sees it. Three lengths, three names: `seq_len` tokens known (or about to be: `pending`), `computed_len`
+    with KV (or in flight), `own_start` in the tree; slots of the columns from `own_start` on are the request's own."""
+
+    def __init__(self, request: Request, max_new: int, arrival: int):
+        self.request, self.params, self.rid = request, request.params, request.rid
+        self.prompt = np.array(request.prompt_ids, np.int32)
+        self.output_ids: list[int] = []
+        self.max_new = max_new
+        self.arrival = arrival
+        self.state = "waiting"            # waiting, running, finished; a retracted request waits again
+        self.leaving = ""                 # where a request that is still in flight goes once it has landed: "queue" or "done"
+        self.row = 0
+        self.node: Node | None = None     # the deepest tree node of its path; locked while the request runs
+        self.own_start = 0
+        self.adopted_len = 0              # columns whose KV others have computed, or do so in the same step: never stored again
+        self.own: list[int] = []          # slots of columns own_start.., whole pages
+        self.computed_len = 0
+        self.pending = 0                  # tokens being sampled in steps not yet committed
+        self.in_flight = 0                # steps launched and not yet committed that hold this request
+        self.cached_tokens: int | None = None   # prompt tokens found in the tree at first admission
+        self.prompt_logprobs_from: int | None = None  # prompt position whose logprob is still owed, or None
+        if request.params.prompt_logprobs is not None:
+            self.prompt_logprobs_from = request.params.logprob_start_len
+        self.retractions = self.failures = 0
+
+    @property
+    def prompt_len(self) -> int:
+        return len(self.prompt)
+
+    @property
+    def known_len(self) -> int:
+        return len(self.prompt) + len(self.output_ids)
+
+    @property
+    def seq_len(self) -> int:
+        return len(self.prompt) + len(self.output_ids) + self.pending
+
+    @property
+    def last_column(self) -> int:
+        """Columns it can ever need: the last sampled token needs no KV."""
+        return len(self.prompt) + max(self.max_new - 1, 0)
+
+    @property
+    def columns(self) -> int:
+        """Columns that have a slot."""
+        return self.own_start + len(self.own)
+
+    @property
+    def launchable(self) -> bool:
+        return not self.leaving and self.seq_len > self.computed_len and (
+            self.max_new == 0 or len(self.output_ids) + self.pending < self.max_new)
+
+    def ids(self) -> np.ndarray:
+        """All known ids. [known_len] int32."""
+        return np.concatenate([self.prompt, np.array(self.output_ids, np.int32)]) if self.output_ids else self.prompt
+
+
+@dataclass
+class Batch:
+    """One step, as host integers. Rows lie in depth-first tree order."""
+    step: int
+    reqs: list[Req]
+    rows: np.ndarray        # [B] i32 row of the device tables
+    starts: np.ndarray      # [B] i32 first column computed
+    q_lens: np.ndarray      # [B] i32 columns computed
+    store_from: np.ndarray  # [B] i32 columns before this one have their KV in the tree: what is recomputed there is not stored
+    complete: np.ndarray    # [B] bool the step reaches the last known token
+    samples: np.ndarray     # [B] bool and samples the next one
+    started: list[Req]      # those that got their row in this pass
+    shared: list[tuple[int, int, int, int]]  # rows first..last-1 share the slots of columns start..end-1
+    writes: Writes
+
+    @property
+    def kv_bounds(self) -> np.ndarray:
+        """[B] i32 columns that exist once the step has stored its KV."""
+        return self.starts + self.q_lens
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.q_lens.sum())
+
+
+@dataclass
+class Counters:
+    """What has happened since the start, for the log line and `stats`."""
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    computed_tokens: int = 0
+    retractions: int = 0
+    finished: int = 0
+    steps: int = 0
+
+
+# ---------------------------------------------------------------------------------------------------------------- the seam: policies
+
+@dataclass(frozen=True)
+class Policy:
+    """An order of the waiting queue: the smallest key goes first. `oldest_first`: so that nobody starves, the oldest request goes first
+    once a pass, the rest by key. `needs_tree`: refused where the cache is off."""
+    key: Callable[[Req, "Scheduler"], object]
+    oldest_first: bool
+    needs_tree: bool
+
+
+POLICIES: dict[str, Policy] = {}
+
+
+def policy(name: str, *, oldest_first: bool = True, needs_tree: bool = False):
+    """Register a policy: a function (request, scheduler) -> sort key. Ties go to the earlier arrival."""
+    def register(key):
+        POLICIES[name] = Policy(key, oldest_first, needs_tree)
+        return key
+    return register
+
+
+@policy("fcfs")
+def _fcfs(req: Req, scheduler: "Scheduler"):
+    return 0
+
+
+@policy("lpm", needs_tree=True)
+def _longest_prefix_match(req: Req, scheduler: "Scheduler"):
+    return -scheduler.tree.match(req.ids(), req.request.namespace).length
+
+
+@policy("lof")
+def _longest_output_first(req: Req, scheduler: "Scheduler"):
+    return -req.max_new
+
+
+@policy("random", oldest_first=False)
+def _random(req: Req, scheduler: "Scheduler"):
+    return scheduler.random.random()
+
+
+@policy("priority", oldest_first=False)
+def _priority(req: Req, scheduler: "Scheduler"):
+    return -req.request.priority
+
+
+@policy("routing-key")
+def _routing_key(req: Req, scheduler: "Scheduler"):
+    """Requests whose routing key is most frequent among the running ones."""
+    key = req.request.routing_key
+    return 0 if key is None else -sum(r.request.routing_key == key for r in scheduler.running)
+
+
+# ------------------------------------------------------------------------------------------------------------------------ scheduler
+
+class Scheduler:
+    """Owns the queue, the tree, the free list and the host side of the rows.
+
+    token_budget: tokens a step (`--chunked-prefill-size`). reserve: columns beyond the known length that a running row keeps, so that a step
+    can be launched before the last one's tokens are known.
+    """
+
+    def __init__(self, *, tree: Tree, slots: SlotAllocator, rows: Rows, token_budget: int, max_running: int, context_len: int,
+                 schedule_policy: str = "fcfs", cache: bool = True, reserve: int = 2, seed: int = 0):
+        if schedule_policy not in POLICIES:
+            raise ValueError(f"schedule policy {schedule_policy!r} is unknown; known are {', '.join(POLICIES)}")
+        if POLICIES[schedule_policy].needs_tree and not cache:
+            raise ValueError(f"schedule policy {schedule_policy!r} orders by the radix cache, which is disabled; use fcfs")
+        if token_budget < slots.page_size:
+            raise ValueError(f"a chunked-prefill size of {token_budget} tokens is smaller than a page of {slots.page_size}")
+        self.tree, self.slots, self.rows = tree, slots, rows
+        self.token_budget, self.max_running, self.reserve, self.cache = token_budget, max_running, reserve, cache
+        self.page = slots.page_size
+        self.max_total_len = min(context_len, slots.capacity)
+        self.policy = POLICIES[schedule_policy]
+        self.random = random.Random(seed)
+        self.waiting: list[Req] = []
+        self.running: list[Req] = []      # in order of arrival; those that are leaving included
+        self.reqs: dict[str, Req] = {}    # every request that is not finished
+        self.counters = Counters()
+        self.step = 0
+        self.ratio = RATIO_START
+        self._arrivals = 0
+        self._writes = Writes()
+        self._layout_key: tuple = ()
+        self._layout: tuple[list[int], list[tuple[int, int, int, int]]] = ([], [])
+
+    # ---------------------------------------------------------------------------------------------------------------- requests in, out
+
+    def validate(self, request: Request) -> None:
+        """RequestError where the request could not run even alone."""
+        n, wanted, limit = len(request.prompt_ids), request.params.max_tokens, self.max_total_len
+        if n == 0:
+            raise RequestError("the prompt has no tokens", "prompt")
+        if n + (wanted != 0) > limit:
+            raise RequestError(f"the prompt has {n} tokens; at most {limit - (wanted != 0)} fit "
+                               f"(context and KV pool hold {limit} tokens, prompt and output together)", "prompt")
+
+    def add(self, request: Request) -> Req:
+        """Queue a request; its max_tokens is cut to what fits behind the prompt. RequestError as `validate`, or where the id is in use."""
+        self.validate(request)
+        if request.rid in self.reqs:
+            raise RequestError(f"request id {request.rid!r} is already in use", "rid")
+        room, wanted = self.max_total_len - len(request.prompt_ids), request.params.max_tokens
+        req = Req(request, room if wanted is None else min(wanted, room), self._arrivals)
+        self._arrivals += 1
+        self.waiting.append(req)
+        self.reqs[req.rid] = req
+        return req
+
+    def abort(self, rid: str) -> Req | None:
+        """Stop a request in any state; None where no such request is alive. Its row is released after the last step that holds it."""
+        req = self.reqs.get(rid)
+        if req is not None:
+            self._leave(req, "done")
+        return req
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    # ------------------------------------------------------------------------------------------------------------------------ the pass
+
+    def next_batch(self) -> Batch | None:
+        """Plan one step: None where nothing can run now. Locks, slots, rows and tree nodes of the step are taken here."""
+        self._writes = Writes()
+        self.step += 1
+        plan: dict[Req, int] = {}  # request -> tokens
+        self._plan_decodes(plan)
+        budget = max(self.token_budget - len(plan), self.page)  # prompts go on, however many rows decode
+        budget = self._plan_chunks(plan, budget)
+        started = self._admit(plan, budget)
+        plan = {req: n for req, n in plan.items() if req.state == "running" and not req.leaving}
+        if not plan:
+            self.step -= 1
+            return None
+        return self._launch(plan, [req for req in started if req in plan])
+
+    def _plan_decodes(self, plan: dict[Req, int]) -> None:
+        # The dearest request grows first: the cheap ones are who will be retracted for it.
+        rows = [r for r in self.running if r.launchable and r.seq_len - r.computed_len == 1]
+        for req in rows:
+            if req.state == "running" and not req.leaving and self._grow(req, req.known_len + self.reserve):
+                plan[req] = 1
+
+    def _plan_chunks(self, plan: dict[Req, int], budget: int) -> int:
+        for req in [r for r in self.running if r.launchable and r not in plan and r.seq_len - r.computed_len > 1]:
+            if budget < self.page:
+                break
+            if req.state == "running":
+                budget -= self._plan_prefill(req, budget, plan)
+        return budget
+
+    def _plan_prefill(self, req: Req, budget: int, plan: dict[Req, int]) -> int:
+        """Extend a request whose next tokens are all known by up to `budget` of them; returns how many."""
+        ids = req.ids()
+        if self.cache:
+            self._adopt(req, ids)
+        upto = min(req.computed_len + budget, req.seq_len)
+        if upto < req.seq_len:
+            upto -= upto % self.page  # a chunk ends with a page, so that all of it can enter the tree
+        if upto <= req.computed_len or not self._grow(req, req.known_len + self.reserve if upto == req.seq_len else upto):
+            return 0
+        if self.cache:
+            self._publish(req, ids, upto, self.step)
+        plan[req] = upto - req.computed_len
+        return plan[req]
+
+    def _adopt(self, req: Req, ids: np.ndarray) -> None:
+        """Take over what others have put into the tree beyond the request's own node."""
+        match = self.tree.extend(req.node, ids, req.own_start)
+        if match.length > req.own_start and not req.own:
+            old, node = req.node, self.tree.lock(match, counted_len=req.own_start, priority=req.request.priority)
+            self._take_path(req, node)
+            self.tree.unlock(old)
+
+    def _take_path(self, req: Req, node: Node) -> None:
+        """Point the row at the slots of the locked path that ends in `node`, and skip what need not be computed again."""
+        if node.end > req.own_start:
+            self._writes.slots(req.row, req.own_start, self.tree.slots(node, req.own_start))
+        req.node, req.own_start, req.adopted_len = node, node.end, node.end
+        most = min(node.end, req.seq_len - 1)
+        if req.prompt_logprobs_from is not None:
+            most = min(most, max(req.prompt_logprobs_from - 1, 0))  # logits are not cached: these have to be computed again
+        req.computed_len = max(req.computed_len, most - most % self.page)
+        self._writes.length(req.row, req.computed_len)
+
+    def _publish(self, req: Req, ids: np.ndarray, upto: int, step: int) -> None:
+        """Hang the whole pages of ids[:upto] in the tree, with the request's own slots."""
+        end = upto - upto % self.page
+        count = end - req.own_start
+        if count <= 0:
+            return
+        slots = np.array(req.own[:count], np.int32)
+        node, present = self.tree.insert(ids[req.own_start:end], slots, below=req.node, step=step, prompt_len=req.prompt_len,
+                                         priority=req.request.priority)
+        assert present == 0, "adopted a moment ago, yet the tree has more"
+        req.node, req.own_start, req.own = self.tree.move_lock(req.node, node), end, req.own[count:]
+
+    def _launch(self, plan: dict[Req, int], started: list[Req]) -> Batch:
+        order, shared = self._tree_order(list(plan))
+        i32 = lambda values: np.fromiter(values, np.int32, len(order))
+        complete = np.fromiter((r.computed_len + plan[r] == r.seq_len for r in order), bool, len(order))
+        batch = Batch(self.step, order, rows=i32(r.row for r in order), starts=i32(r.computed_len for r in order),
+                      q_lens=i32(plan[r] for r in order), store_from=i32(r.adopted_len for r in order), complete=complete,
+                      samples=complete & np.fromiter((r.max_new > 0 for r in order), bool, len(order)),
+                      started=started, shared=shared, writes=self._writes)
+        for req, samples in zip(order, batch.samples.tolist()):
+            req.computed_len += plan[req]
+            req.pending += samples
+            req.in_flight += 1
+        self.slots.launch(self.step)
+        self.rows.launch(self.step)
+        self.counters.steps += 1
+        self.counters.computed_tokens += batch.num_tokens
+        self.ratio = max(RATIO_MIN, self.ratio * RATIO_DECAY)
+        return batch
+
+    # ----------------------------------------------------------------------------------------------------------------------- admission
+
+    def _queue_order(self) -> list[Req]:
+        queue = sorted(self.waiting, key=lambda r: r.arrival)
+        if self.policy.key is _fcfs or len(queue) < 2:
+            return queue
+        head = queue[:1] if self.policy.oldest_first else []
+        return head + sorted(queue[len(head):], key=lambda r: self.policy.key(r, self))
+
+    def _admit(self, plan: dict[Req, int], budget: int) -> list[Req]:
+        """Start waiting requests; returns those that got a row."""
+        started: list[Req] = []
+        if not self.waiting or budget < self.page or not self.rows.available or len(self.running) >= self.max_running:
+            return started
+        promised = sum(self._still_needed(r) for r in self.running)
+        for req in self._queue_order():
+            if budget < self.page or not self.rows.available or len(self.running) >= self.max_running:
+                break
+            match = self.tree.match(req.ids(), req.request.namespace) if self.cache else None
+            if match is not None and self._leader_ahead(req, match.length, plan):
+                continue
+            node = self.tree.root(req.request.namespace)
+            if match is not None:
+                node = self.tree.lock(match, counted_len=req.known_len if req.retractions else 0, priority=req.request.priority)
+            need = self._expected_columns(req) - (match.length if match is not None else 0)
+            if need + promised > self.slots.available + self.tree.evictable and self.running:
+                if match is not None:
+                    self.tree.unlock(node)
+                break
+            self._start(req, node)
+            used = self._plan_prefill(req, budget, plan)
+            if not used:  # limbo holds what it would need: not now
+                if req.state == "running":
+                    self._leave(req, "queue")
+                break
+            started.append(req)
+            budget -= used
+            promised += self._still_needed(req)
+        return started
+
+    def _start(self, req: Req, node: Node) -> None:
+        """A waiting request becomes a row. Its path is locked by now."""
+        self.waiting.remove(req)
+        self.running.append(req)
+        self.running.sort(key=lambda r: r.arrival)
+        req.state, req.node, req.row = "running", node, self.rows.alloc()
+        req.own_start, req.own, req.computed_len = 0, [], 0
+        self._writes.tokens(req.row, 0, req.ids())
+        self._take_path(req, node)
+        if req.cached_tokens is None:
+            req.cached_tokens = req.computed_len
+            self.counters.prompt_tokens += req.prompt_len
+            self.counters.cached_tokens += req.computed_len
+
+    def _expected_columns(self, req: Req) -> int:
+        """Columns a request will probably need in the end, in whole pages."""
+        left = min(req.max_new - len(req.output_ids), OUTPUT_ESTIMATE)
+        columns = min(req.last_column, req.known_len + self.reserve + int(self.ratio * left))
+        return -(-columns // self.page) * self.page
+
+    def _still_needed(self, req: Req) -> int:
+        return 0 if req.leaving else max(self._expected_columns(req) - req.columns, 0)
+
+    def _leader_ahead(self, req: Req, matched: int, plan: dict[Req, int]) -> bool:
+        """Whether a running request will compute, after this step, tokens that `req` would otherwise compute too."""
+        ids = None
+        for leader in self.running:
+            done = leader.computed_len + plan.get(leader, 0)
+            if leader.known_len - done < WAIT_FOR_LEADER or matched < done - done % self.page or leader.leaving \
+                    or leader.request.namespace != req.request.namespace:
+                continue
+            ids = req.ids() if ids is None else ids
+            n = min(len(ids), leader.known_len)
+            differ = np.flatnonzero(ids[done:n] != leader.ids()[done:n])
+            if (differ[0] if len(differ) else n - done) >= WAIT_FOR_LEADER:
+                return True
+        return False
+
+    # -------------------------------------------------------------------------------------------------------------- memory under pressure
+
+    def _alloc(self, num_slots: int) -> np.ndarray | None:
+        missing = num_slots - self.slots.available
+        if missing > 0 and self.tree.evictable:
+            self.slots.free(self.tree.evict(missing), held_by_step=False)
+        return self.slots.alloc(num_slots)
+
+    def _grow(self, req: Req, columns: int) -> bool:
+        """Give a row slots for its first `columns` columns. False where it has to sit this step out, or was itself retracted."""
+        columns = min(columns, max(req.last_column, req.known_len))
+        while (missing := -(-(columns - req.columns) // self.page) * self.page) > 0:
+            slots = self._alloc(missing)
+            if slots is not None:
+                self._writes.slots(req.row, req.columns, slots)
+                req.own.extend(slots.tolist())
+                return True
+            if any(r.leaving for r in self.running):
+                return False  # memory is on its way: it comes with the step that holds it
+            victim = min(self.running, key=lambda r: (r.request.priority, len(r.output_ids), -r.arrival))
+            if victim is req and len(self.running) == 1 and not req.in_flight:
+                raise AssertionError(f"{req.rid}: {columns} columns do not fit an otherwise empty pool of {self.slots.capacity}")
+            self._retract(victim)
+            if victim is req:
+                return False
+        return True
+
+    def _retract(self, req: Req) -> None:
+        req.retractions += 1
+        self.counters.retractions += 1
+        self.ratio = min(1.0, self.ratio + RATIO_RAISE)
+        self._leave(req, "queue")
+
+    def _leave(self, req: Req, to: str) -> None:
+        """Send a request back to the queue or away, now or as soon as no step holds it."""
+        req.leaving = to
+        if not req.in_flight:
+            self._land(req)
+
+    def _land(self, req: Req) -> None:
+        if req.row:
+            self._release(req)
+        if req.state == "waiting" and req.leaving == "done":
+            self.waiting.remove(req)
+        if req.leaving == "queue":
+            req.state = "waiting"
+            self.waiting.append(req)
+        else:
+            req.state = "finished"
+            del self.reqs[req.rid]
+            self.counters.finished += 1
+        req.leaving = ""
+        if not self.reqs:
+            self.ratio = RATIO_START
+
+    def _release(self, req: Req, keep: bool = True) -> None:
+        """Give up row, slots and lock. What was computed enters the tree, up to the last known token (`keep=False`: nothing does)."""
+        upto = min(req.computed_len, req.known_len)
+        count = max(upto - upto % self.page - req.own_start, 0) if keep and self.cache else 0
+        own = np.array(req.own, np.int32)
+        if count:
+            ids = req.ids()[req.own_start:req.own_start + count]
+            _, present = self.tree.insert(ids, own[:count], below=req.node, prompt_len=req.prompt_len, priority=req.request.priority)
+            own = np.concatenate([own[:present], own[count:]])  # duplicates of what the tree has, and what it does not take
+        self.slots.free(own)
+        if self.cache:
+            self.tree.unlock(req.node)
+        self._writes.forget(req.row)
+        self.rows.free(req.row)
+        self.running.remove(req)
+        req.node, req.own, req.row = None, [], 0
+        req.own_start = req.adopted_len = req.computed_len = req.pending = 0
+
+    # --------------------------------------------------------------------------------------------------------------------- results back
+
+    def commit(self, batch: Batch, tokens: list[list[int]], finished: Iterable[bool]) -> None:
+        """Take a step's results: per batch row the tokens it sampled, and whether the request ends with them."""
+        self.slots.commit(batch.step)
+        self.rows.commit(batch.step)
+        for i, (req, new, done) in enumerate(zip(batch.reqs, tokens, finished)):
+            req.in_flight -= 1
+            req.pending -= int(batch.samples[i])
+            if req.prompt_logprobs_from is not None:
+                owed = max(int(batch.starts[i] + batch.q_lens[i]) + 1, req.prompt_logprobs_from)
+                req.prompt_logprobs_from = owed if owed < req.prompt_len else None
+            if req.leaving != "done":
+                req.output_ids.extend(new)
+                self.counters.output_tokens += len(new)
+                if done:
+                    req.leaving = "done"
+            if req.leaving and not req.in_flight:
+                self._land(req)
+
+    def fail(self, batches: list[Batch]) -> list[Req]:
+        """The steps in flight did not run: take their nodes back and queue their requests again. Returns those that were part of too many
+        failures and are ended now."""
+        reqs = list(dict.fromkeys(req for batch in batches for req in batch.reqs))
+        for batch in batches:
+            self.slots.commit(batch.step)
+            self.rows.commit(batch.step)
+        for req in reqs:
+            req.in_flight = 0
+            req.failures += 1
+            if req.leaving != "done":
+                req.leaving = "done" if req.failures >= MAX_FAILURES else "queue"
+            self._release(req, keep=False)
+        for batch in batches:
+            self.slots.free(self.tree.remove_step(batch.step))
+        for req in reqs:
+            self._land(req)
+        return [req for req in reqs if req.state == "finished"]
+
+    # ------------------------------------------------------------------------------------------------------------------ tree order, audit
+
+    def _tree_order(self, reqs: list[Req]) -> tuple[list[Req], list[tuple[int, int, int, int]]]:
+        """The requests in depth-first tree order, and the runs that ranges of them share: (first, last, start column, end column)."""
+        key = tuple((req, req.node) for req in reqs)
+        if key == self._layout_key:  # a decode step like the last one; splits of locked nodes change no run
+            return self._layout
+        below: dict[Node, list] = {}  # node -> what hangs there: requests of the batch, and nodes on the way to some
+        tops: list[Node] = []
+        for req in reqs:
+            item, node = req, req.node
+            while node is not None:
+                if node in below:
+                    below[node].append(item)
+                    break
+                below[node] = [item]
+                if node.parent is None:
+                    tops.append(node)
+                item, node = node, node.parent
+        order: list[Req] = []
+        shared: list[tuple[int, int, int, int]] = []
+        stack: list = [(node, None) for node in reversed(tops)]
+        while stack:
+            item, first = stack.pop()
+            if isinstance(item, Req):
+                order.append(item)
+            elif first is None:
+                stack.append((item, len(order)))
+                stack.extend((child, None) for child in reversed(below[item]))
+            elif len(order) - first > 1 and item.end > item.start:
+                run = (first, len(order), item.start, item.end)
+                if shared and shared[-1][:3] == (first, len(order), item.end):  # same rows further down: one longer run
+                    run = (*run[:3], shared.pop()[3])
+                shared.append(run)
+        self._layout_key, self._layout = key, (order, shared)
+        return self._layout
+
+    def check(self) -> None:
+        """Prove that free list, tree, rows and limbo partition the pool, and that every row's slots are the tree's and its own."""
+        self.tree.check()
+        free, limbo = self.slots.free_pages(), self.slots.limbo_pages()
+        nodes = [node.slots for node in self.tree.walk()]
+        own = [np.array(req.own, np.int32) for req in self.running]
+        in_use = np.concatenate([*nodes, *own, np.empty(0, np.int32)])
+        pages = np.concatenate([free, limbo, in_use[::self.page] // self.page])
+        assert np.array_equal(np.sort(pages), np.arange(1, self.slots.num_pages + 1)), (
+            f"pages are lost or owned twice: free {len(free)}, limbo {len(limbo)}, in use {len(in_use) // self.page} of {self.slots.num_pages}")
+        rows = sorted([req.row for req in self.running] + list(self.rows.idle_rows()))
+        assert rows == list(range(1, len(self.rows.length))), f"rows are lost or owned twice: {rows}"
+        for req in self.running:
+            assert req.own_start == req.node.end and req.columns >= req.computed_len, f"{req.rid}: KV without a slot"
+            assert req.node.locks > 0 or req.node.parent is None, f"{req.rid}: its path is not locked"
+        assert all(req.row == 0 and not req.own for req in self.waiting), "a waiting request holds memory"
+        assert len(self.reqs) == len(self.waiting) + len(self.running), "a request is neither waiting nor running"
+        if not self.running:
+            assert self.tree.protected == 0, f"{self.tree.protected} tokens stay locked though nothing runs"

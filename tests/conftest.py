@@ -1,0 +1,27 @@
+"""Shared by all tests: one torch thread a process (several run side by side), the demo model, API cases, and cases of other people."""
+
+import json
+import os
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported, here and in what the tests start
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
+
+torch.set_num_threads(1)
+CASES = Path(__file__).parent / "cases"
+
+
+@pytest.fixture(scope="session")
+def demo_path() -> Path:
+    """The demo model's directory; prepared once for all runs."""
+    from nano_sgl import weights
+    return weights.resolve("demo")
+
+
+@pytest.fixture(scope="session")
+def api_case():
+    """api_case("F003"): one case of tests/cases by its id."""
+    cases = {case["id"]: case for file in CASES.glob("*.jsonl") for case in map(json.loads, file.read_text().splitlines())}
+    return cases.__getitem__

@@ -1,0 +1,443 @@
+"""scheduler.py: admission, chunks, sharing, policies, retraction, abort, failed steps. No model: tests/driver.py answers for it."""
+
+import itertools
+import random
+
+import numpy as np
+import pytest
+
+from driver import Driver
+from nano_sgl.memory import Rows, SlotAllocator
+from nano_sgl.protocol import Request, RequestError, SamplingParams
+from nano_sgl.radix import Tree
+from nano_sgl.scheduler import POLICIES, WAIT_FOR_LEADER, Scheduler, policy
+
+
+def ids(n, start=0):
+    return range(start, start + n)
+
+
+# ----------------------------------------------------------------------------------------------------------------- the one rule
+
+def test_a_prompt_is_cut_into_chunks_and_samples_when_it_is_whole():
+    d = Driver(budget=64)
+    req = d.add(ids(150), max_tokens=3)
+    lens = [d.step().q_lens.tolist() for _ in range(5)]
+    assert lens == [[64], [64], [22], [1], [1]]
+    assert req.output_ids == [1, 1, 1] and req.state == "finished"
+
+
+def test_decodes_and_a_chunk_share_one_budget():
+    d = Driver(budget=64, max_running=4)
+    for start in (0, 1000, 2000):
+        d.add(ids(10, start), max_tokens=50)
+    d.step()
+    d.add(ids(200, 5000))
+    batch = d.step()
+    assert sorted(batch.q_lens.tolist()) == [1, 1, 1, 61]
+
+
+def test_chunks_end_with_a_page():
+    d = Driver(budget=60, page=16, pool=1600)
+    d.add(ids(150), max_tokens=1)
+    assert [d.step().q_lens.tolist() for _ in range(3)] == [[48], [48], [54]]
+
+
+@pytest.mark.parametrize("page", [1, 16])
+@pytest.mark.parametrize("length", [15, 16, 17, 31, 32, 33, 48])
+def test_a_full_hit_leaves_a_token_to_compute(page, length):
+    d = Driver(page=page, pool=1600)
+    d.add(ids(length), max_tokens=1)
+    d.run()
+    again = d.add(ids(length), max_tokens=1)
+    batch = d.step()
+    cached = (length - 1) // page * page
+    assert again.cached_tokens == cached and batch.q_lens.tolist() == [length - cached]
+
+
+def test_max_tokens_zero_fills_the_cache_and_samples_nothing():
+    d = Driver()
+    req = d.add(ids(40), max_tokens=0)
+    batch = d.step()
+    assert not batch.samples.any() and batch.complete.all() and req.state == "finished" and req.output_ids == []
+    assert d.tree.match(np.arange(40, dtype=np.int32)).length == 40
+
+
+def test_prompt_logprobs_cap_the_hit_but_not_the_memory():
+    d = Driver()
+    d.add(ids(40), max_tokens=1)
+    d.run()
+    free = d.slots.available
+    req = d.scheduler.add(Request(rid="p", prompt_ids=list(ids(40)), params=SamplingParams(max_tokens=1, prompt_logprobs=0, logprob_start_len=11)))
+    batch = d.step()
+    assert req.cached_tokens == 10 and batch.q_lens.tolist() == [30] and batch.store_from.tolist() == [40]
+    d.run()
+    assert d.slots.available == free, "the recomputed tokens took slots of their own"
+
+
+# ----------------------------------------------------------------------------------------------------------------- sharing in a pass
+
+def test_64_cold_prompts_that_share_30_tokens_are_admitted_in_one_pass():
+    d = Driver(pool=8000, budget=4096, max_running=64)
+    for i in range(64):
+        d.add([*ids(30), *ids(20, 1000 + 100 * i)])
+    batch = d.step()
+    assert len(batch.reqs) == 64 and batch.num_tokens == 30 + 64 * 20
+    assert (0, 64, 0, 30) in batch.shared
+
+
+def test_identical_prompts_compute_their_prefix_once():
+    d = Driver(budget=512)
+    first, second = d.add(ids(100)), d.add(ids(100))
+    batch = d.step()
+    assert sorted(batch.q_lens.tolist()) == [1, 100]
+    assert second.cached_tokens == 99 and batch.shared == [(0, 2, 0, 100)]
+    d.run()
+    assert first.output_ids == second.output_ids
+
+
+def test_a_follower_waits_for_a_leader_that_will_compute_what_both_need():
+    d = Driver(budget=64)
+    d.add(ids(200), max_tokens=2)
+    follower = d.add(ids(200), max_tokens=2)
+    computed = 0
+    while follower.state == "waiting":
+        computed += d.step().num_tokens
+    assert computed <= 202 and follower.cached_tokens >= 192 - WAIT_FOR_LEADER
+    d.run()
+
+
+def test_no_wait_for_less_than_32_tokens():
+    d = Driver(budget=64)
+    d.add([*ids(64 + WAIT_FOR_LEADER - 1), *ids(60, 500)])
+    d.add([*ids(64 + WAIT_FOR_LEADER - 1), *ids(60, 700)])
+    d.step()                     # the budget went to the leader's first chunk
+    d.add(ids(10, 900))
+    batch = d.step()
+    assert len(batch.reqs) == 1  # the leader's second chunk takes the whole budget
+    d.run()
+
+
+def test_a_leader_takes_over_what_a_follower_has_computed():
+    d = Driver(budget=100)
+    leader = d.add([*ids(90), *ids(100, 1000)])
+    d.step()
+    d.add([*ids(90), *ids(10, 1000), *ids(5, 3000)], max_tokens=50)
+    computed = sum(d.step().num_tokens for _ in range(2))
+    assert leader.state == "running" and computed <= 90 + 10 + 5 + 3
+    d.run()
+
+
+def test_rows_lie_in_tree_order_and_share_at_every_level():
+    d = Driver(pool=8000, budget=4096, max_running=32)
+    trunk = [*ids(40)]
+    prompts = [[*trunk, *ids(20, 100 * (1 + i)), *ids(5, 10000 + 50 * i + 7 * j)] for i in range(3) for j in range(4)]
+    random.Random(1).shuffle(prompts)
+    for prompt in prompts:
+        d.add(prompt, max_tokens=20)
+    batch = d.step()
+    d.step()
+    batch = d.step()
+    assert (0, 12, 0, 40) in batch.shared
+    assert sorted(run[:2] for run in batch.shared if run[2] == 40) == [(0, 4), (4, 8), (8, 12)]
+    covered = np.zeros((12, 60), int)
+    for first, last, start, end in batch.shared:
+        covered[first:last, start:end] += 1
+    assert (covered == 1).all()
+
+
+# ----------------------------------------------------------------------------------------------------------------- doors
+
+@pytest.mark.parametrize("pool, page, prompt, max_tokens, fits", [
+    (2048, 1, 2000, 500, True), (2048, 16, 2032, 16, True), (2048, 16, 2032, 17, True), (2048, 1, 2048, 0, True),
+    (2048, 1, 2048, 1, False), (2048, 1, 2047, 1, True), (2048, 16, 2100, 4, False), (2050, 16, 2048, 1, False)])
+def test_what_is_let_in_finishes_and_what_cannot_fit_is_refused_at_once(pool, page, prompt, max_tokens, fits):
+    d = Driver(pool=pool, page=page, context=4096, budget=512)
+    if not fits:
+        with pytest.raises(RequestError, match=f"{prompt} tokens; at most"):
+            d.add(ids(prompt), max_tokens=max_tokens)
+        return
+    req, short = d.add(ids(prompt), max_tokens=max_tokens), d.add([5, 6], max_tokens=2)
+    d.run()
+    assert req.state == short.state == "finished" and len(req.output_ids) == min(max_tokens, pool // page * page - prompt)
+
+
+def test_an_empty_prompt_and_an_id_in_use_are_refused():
+    d = Driver()
+    d.add([1], rid="same")
+    with pytest.raises(RequestError, match="in use"):
+        d.add([1], rid="same")
+    with pytest.raises(RequestError, match="no tokens"):
+        d.add([])
+
+
+def test_unknown_policies_and_useless_settings_are_refused():
+    make = lambda **kw: Scheduler(**(dict(tree=Tree(16), slots=SlotAllocator(64, 16), rows=Rows(2, 64, "cpu"), token_budget=64,
+                                          max_running=2, context_len=64) | kw))
+    for kw, text in ((dict(schedule_policy="best"), "known are"), (dict(schedule_policy="lpm", cache=False), "radix cache"),
+                     (dict(token_budget=8), "smaller than a page")):
+        with pytest.raises(ValueError, match=text):
+            make(**kw)
+
+
+def test_short_requests_run_as_soon_as_the_last_chunk_of_a_long_one_is_launched():
+    """A place that is free is used: no stale 'the batch is full'."""
+    d = Driver(budget=128, max_running=3, context=1000)
+    d.add(ids(400), max_tokens=200)
+    shorts = [d.add(ids(10, 1000 * i), max_tokens=50) for i in (1, 2)]
+    while d.scheduler.running == [] or d.scheduler.running[0].computed_len < 400:
+        d.step()
+    d.step()
+    d.step()
+    assert all(r.state == "running" for r in shorts)
+
+
+# ----------------------------------------------------------------------------------------------------------------- policies
+
+def started_order(d):
+    order = []
+    while d.scheduler.has_work:
+        batch = d.step()
+        order += [r.rid for r in batch.started]
+    return order
+
+
+def test_fcfs_lof_and_priority_orders():
+    sizes = {"a": (3, 1), "b": (9, 5), "c": (5, 9)}
+    for name, expected in (("fcfs", "abc"), ("lof", "abc"), ("priority", "cba")):
+        d = Driver(policy=name, max_running=1)
+        for rid, (max_tokens, priority) in sizes.items():
+            d.add(ids(5, ord(rid) * 100), max_tokens=max_tokens, priority=priority, rid=rid)
+        assert "".join(started_order(d)) == expected, name
+
+
+def test_lof_prefers_long_outputs_behind_the_oldest():
+    d = Driver(policy="lof", max_running=2)
+    for rid, max_tokens in (("a", 1), ("b", 2), ("c", 9), ("d", 5)):
+        d.add(ids(5, ord(rid) * 100), max_tokens=max_tokens, rid=rid)
+    assert [r.rid for r in d.step().started] == ["a", "c"]
+
+
+def test_lpm_takes_the_longest_match_behind_the_oldest():
+    d = Driver(policy="lpm", max_running=2)
+    d.add(ids(60), max_tokens=1)
+    d.run()
+    for rid, prompt in (("old", ids(9, 900)), ("cold", ids(9, 800)), ("warm", [*ids(20), 7]), ("warmer", [*ids(50), 7])):
+        d.add(prompt, rid=rid)
+    assert sorted(r.rid for r in d.step().started) == ["old", "warmer"]
+
+
+def test_routing_key_prefers_the_key_that_runs_most():
+    d = Driver(policy="routing-key", max_running=3)
+    for i in range(2):
+        d.add(ids(5, 100 * i), max_tokens=9, routing_key="x")
+    d.step()
+    for rid, key in (("n", None), ("y", "y"), ("x", "x")):
+        d.add(ids(5, 1000 + ord(rid)), rid=rid, routing_key=key, max_tokens=9)
+    d.scheduler.waiting[0].arrival = 99  # no one is oldest by accident
+    d.scheduler.waiting[1].arrival = 98
+    assert [r.rid for r in d.step().started] == ["x"]
+
+
+def test_random_is_a_seeded_shuffle():
+    orders = []
+    for seed in (1, 1, 2):
+        d = Driver(policy="random", max_running=1, seed=seed)
+        for rid in "abcdef":
+            d.add(ids(5, ord(rid) * 100), rid=rid, max_tokens=1)
+        orders.append("".join(started_order(d)))
+    assert orders[0] == orders[1] != orders[2]
+
+
+@pytest.mark.parametrize("name", ["lpm", "fcfs"])
+def test_nobody_starves(name):
+    """F029: one cold request, then a warm one a pass for 500 passes: it starts within 3 passes of a free place (the oldest goes first)."""
+    d = Driver(policy=name, max_running=2, pool=4000)
+    d.add(ids(100), max_tokens=1)
+    d.run()
+    d.add([*ids(100), 1], max_tokens=4), d.add([*ids(100), 2], max_tokens=4)
+    d.step()
+    cold = d.add(ids(30, 5000), rid="cold")
+    for passes in range(500):
+        if cold.state != "waiting":
+            break
+        d.add([*ids(100), 10 + passes], max_tokens=4)
+        d.step()
+    assert passes <= 8
+
+
+def test_a_policy_is_a_sort_key_that_anyone_can_add():
+    @policy("shortest-prompt", oldest_first=False)
+    def shortest(req, scheduler):
+        return req.prompt_len
+
+    try:
+        d = Driver(policy="shortest-prompt", max_running=1)
+        for rid, n in (("a", 30), ("b", 10), ("c", 20)):
+            d.add(ids(n, ord(rid) * 100), rid=rid, max_tokens=1)
+        assert started_order(d) == ["b", "c", "a"]
+    finally:
+        del POLICIES["shortest-prompt"]
+
+
+# ----------------------------------------------------------------------------------------------------------------- memory pressure
+
+@pytest.mark.parametrize("page", [1, 16])
+@pytest.mark.parametrize("depth", [0, 1])
+def test_retraction_loses_nothing(page, depth):
+    """Outputs far longer than what admission expects, in a pool of a third of what they need."""
+    d = Driver(pool=480, page=page, budget=64, max_running=8, depth=depth)
+    d.scheduler.ratio = 0.1
+    prompts = [[*ids(16, 100 * i)] for i in range(8)]
+    reqs = [d.add(p, max_tokens=150) for p in prompts]
+    d.run(token=lambda req: 10_000 * req.arrival + len(req.output_ids))
+    assert sum(r.retractions for r in reqs) > 0
+    for req in reqs:
+        assert req.output_ids == [10_000 * req.arrival + i for i in range(150)]
+    assert d.slots.available + d.tree.evictable == d.slots.capacity
+
+
+def test_a_retracted_request_adopts_what_it_had_computed():
+    d = Driver(pool=100, max_running=2, budget=128)
+    first, second = d.add(ids(40), max_tokens=50), d.add(ids(10, 500), max_tokens=50)
+    d.scheduler.ratio = 0.1
+    computed = 0
+    while d.scheduler.has_work:
+        computed += d.step(token=lambda req: 7000 + 100 * req.arrival + len(req.output_ids)).num_tokens
+    assert first.retractions + second.retractions > 0
+    assert computed < 40 + 10 + 100 + 60, "retraction threw computed KV away"
+
+
+@pytest.mark.parametrize("length", [63, 64, 65, 80, 81])
+def test_retraction_at_page_borders(length):
+    d = Driver(pool=480, page=16, budget=512)
+    req = d.add(ids(48), max_tokens=60)
+    token = lambda r: 9000 + len(r.output_ids)
+    while req.known_len < length:
+        d.step(token=token)
+    d.scheduler._retract(req)
+    d.scheduler.check()
+    assert req.state == "waiting" and req.row == 0
+    d.run(token=token)
+    assert req.output_ids == [9000 + i for i in range(60)] and req.retractions == 1
+
+
+def test_the_cheapest_goes_first():
+    d = Driver(pool=90, max_running=3, budget=128)
+    d.scheduler.ratio = 0.1
+    low = d.add(ids(10), max_tokens=30, priority=0)
+    high = [d.add(ids(10, 100 * i), max_tokens=30, priority=5) for i in (1, 2)]
+    d.run(token=lambda r: 1000 * r.arrival + len(r.output_ids))
+    assert low.retractions > 0 and not any(r.retractions for r in high)
+
+
+def test_a_half_prefilled_request_keeps_its_beginning():
+    """F015: between the chunks of a long prompt others are admitted into a pool that is short."""
+    d = Driver(pool=800, budget=128, context=800)
+    long = d.add(ids(600), max_tokens=8)
+    d.step()
+    others = [d.add(ids(200, 1000 * i), max_tokens=20) for i in (1, 2, 3)]
+    d.run()
+    assert long.retractions == 0 and all(r.state == "finished" for r in others)
+
+
+def test_equal_requests_that_need_the_last_page_in_one_step_both_finish():
+    """F035"""
+    for depth, pool in itertools.product((0, 1), (64, 80, 96)):
+        d = Driver(pool=pool, page=16, max_running=2, budget=64, depth=depth)
+        d.scheduler.ratio = 0.1
+        reqs = [d.add(ids(16, 100 * i), max_tokens=40) for i in range(2)]
+        d.run()
+        assert all(len(r.output_ids) == 40 for r in reqs)
+
+
+# ----------------------------------------------------------------------------------------------------------------- abort, failed steps
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_abort_in_every_state_releases_once(depth):
+    for after in range(9):
+        d = Driver(budget=64, depth=depth, max_running=2)
+        req, other = d.add(ids(150), max_tokens=5), d.add(ids(20, 500), max_tokens=3)
+        for _ in range(after):
+            d.step()
+        was = req.state
+        got = d.scheduler.abort(req.rid)
+        assert (got is None) == (was == "finished")
+        assert d.scheduler.abort("nobody") is None
+        outputs = list(req.output_ids)
+        d.run()
+        assert req.state == other.state == "finished" and (was == "finished" or req.output_ids == outputs)
+        assert d.slots.available + d.tree.evictable == d.slots.capacity and d.rows.available == 2
+
+
+def test_abort_while_the_last_chunk_is_in_flight():
+    """F027"""
+    d = Driver(budget=128, context=1000)
+    req = d.add(ids(300), max_tokens=5)
+    d.step(), d.step()
+    d.launch()
+    d.scheduler.abort(req.rid)
+    d.scheduler.check()
+    assert req.row and req.leaving == "done", "the row is held until the step has landed"
+    d.commit()
+    d.scheduler.check()
+    assert req.output_ids == [] and req.state == "finished" and d.slots.available + d.tree.evictable == d.slots.capacity
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_failed_step_takes_its_nodes_back_and_requeues_leader_and_followers(depth):
+    d = Driver(budget=256, depth=depth)
+    reqs = [d.add([*ids(50), i], max_tokens=3) for i in (91, 92)]
+    d.launch()
+    if depth:
+        d.launch()
+    ended = d.scheduler.fail(d.flights)
+    d.flights.clear()
+    d.scheduler.check()
+    assert ended == [] and d.tree.total == 0 and [r.state for r in reqs] == ["waiting"] * 2
+    d.run()
+    assert [r.output_ids for r in reqs] == [[1, 1, 1]] * 2
+
+
+def test_a_request_that_fails_twice_is_ended():
+    d = Driver()
+    req = d.add(ids(50))
+    for attempt in range(2):
+        d.launch()
+        ended = d.scheduler.fail(d.flights)
+        d.flights.clear()
+    assert ended == [req] and req.state == "finished" and not d.scheduler.has_work
+    d.scheduler.check()
+
+
+# ----------------------------------------------------------------------------------------------------------------- everything at once
+
+@pytest.mark.parametrize("seed", range(24))
+def test_random_workloads_end_and_leak_nothing(seed):
+    rng = random.Random(seed)
+    page, depth, name = rng.choice([1, 4, 16]), rng.choice([0, 1]), sorted(set(POLICIES))[seed % len(POLICIES)]
+    cache = name == "lpm" or rng.random() < 0.8
+    d = Driver(pool=rng.choice([420, 640, 2000]), page=page, budget=rng.choice([32, 64, 512]), max_running=rng.choice([4, 16]),
+               policy=name, cache=cache, depth=depth, seed=seed)
+    d.scheduler.ratio = 0.1
+    reqs, aborted, todo = [], set(), 60
+    for _ in range(4000):
+        while todo and rng.random() < 0.4:
+            head = rng.choice([[7] * 50, [9] * 120, []])
+            reqs.append(d.add([*head, *(rng.randrange(3) for _ in range(rng.randrange(1, 60)))], rng.choice([0, 1, 5, 40, 200]),
+                              priority=rng.randrange(3), namespace=rng.choice(["", "", "a"])))
+            todo -= 1
+        if rng.random() < 0.03 and d.scheduler.reqs:
+            aborted.add(rid := rng.choice(list(d.scheduler.reqs)))
+            d.scheduler.abort(rid)
+        if rng.random() < 0.01 and d.flights:
+            aborted.update(r.rid for r in d.scheduler.fail(d.flights))
+            d.flights.clear()
+        if not todo and not d.scheduler.has_work and not d.flights:
+            break
+        d.step(token=lambda req: rng.randrange(3))
+    else:
+        raise AssertionError("not done after 4000 passes")
+    assert all(r.state == "finished" for r in reqs)
+    assert all(len(r.output_ids) == r.max_new for r in reqs if r.rid not in aborted)
+    assert d.slots.available + d.tree.evictable == d.slots.capacity and d.tree.protected == 0 and (cache or d.tree.total == 0)
