@@ -65,7 +65,7 @@ LOGPROB_FIELDS = {"logprobs", "prompt_logprobs", "logprob_start_len"}
 
 # ---------------------------------------------------------------------------------------------------------------- bodies: JSON -> Call
 
-class StreamOptions(msgspec.Struct):
+class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_usage: bool = False
     continuous_usage_stats: bool = False
 
@@ -190,16 +190,23 @@ class Reader:
 
     def __init__(self, ready: Ready, model: str, template: str | None = None):
         """model: the name clients use. template: a chat template instead of the model's; ValueError where it is none."""
-        self.ready, self.model = ready, model
+        self.ready, self.model, self.created = ready, model, int(time.time())
         self.codec = Codec(ready.tokenizer_json)
-        template = template or ready.chat_template
-        self.template = ChatTemplate(self.codec, template, ready.special_tokens) if template else None
+        self.template: ChatTemplate | None = None
+        self.why_no_chat = "this model has no chat template"
+        if template is not None:
+            self.template = ChatTemplate(self.codec, template, ready.special_tokens)
+        elif ready.chat_template:
+            try:
+                self.template = ChatTemplate(self.codec, ready.chat_template, ready.special_tokens)
+            except ValueError as error:
+                self.why_no_chat = str(error)
 
     def chat(self, raw: bytes) -> Call:
         body, sampling = sort_fields(read_json(raw), ChatBody)
         self._check(body)
         if self.template is None:
-            raise RequestError("this model has no chat template: use /v1/completions, or start the server with --chat-template FILE", "messages")
+            raise RequestError(f"{self.why_no_chat}: use /v1/completions, or start the server with --chat-template FILE", "messages")
         if body.top_logprobs is not None and not body.logprobs:
             raise RequestError("top_logprobs needs logprobs: true", "top_logprobs")
         for name, kin in (("top_logprobs", "logprobs"), ("max_completion_tokens", "max_tokens")):
@@ -251,9 +258,16 @@ class Reader:
         params.verify(self.ready.vocab_size, self.ready.context_len)
         return params
 
+    def check_model(self, name: str | None) -> None:
+        """RequestError, status 404, unless the name is that of the served model; None is."""
+        if name not in (None, self.model):
+            raise RequestError(f"the model {show(name)} is not served here; this server has {self.model!r}", "model", 404)
+
+    def model_card(self) -> dict:
+        return {"id": self.model, "object": "model", "created": self.created, "owned_by": "nano_sgl", "max_model_len": self.ready.context_len}
+
     def _check(self, body: Body) -> None:
-        if body.model is not None and body.model != self.model:
-            raise RequestError(f"the model {show(body.model)} is not served here; this server has {self.model!r}", "model", 404)
+        self.check_model(body.model)
         if getattr(body, "stream_options", None) is not None and not body.stream:
             raise RequestError("stream_options is for stream: true", "stream_options")
 

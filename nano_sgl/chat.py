@@ -202,7 +202,12 @@ def _read_part(part: dict, n: int, m: int) -> str:
 class ChatTemplate:
     """The model's template over its codec: `encode(messages) -> ids`. special_tokens: the names a template may use (bos_token, ...)."""
 
-    def __init__(self, codec: Codec, source: str, special_tokens: dict[str, str]):
+    def __init__(self, codec: Codec, source: str | dict[str, str], special_tokens: dict[str, str]):
+        """source: the template, or several by name, of which "default" is taken. ValueError where it is not valid."""
+        if not isinstance(source, str):
+            if "default" not in source:
+                raise ValueError(f"of several chat templates one must be named default; there are {', '.join(source)}")
+            source = source["default"]
         self.codec = codec
         self.special_tokens = special_tokens
         try:

@@ -106,23 +106,25 @@ class TextStream:
         strings = params.stop_strings()
         self.patterns = [regex.compile("|".join(map(regex.escape, strings)))] if strings else []
         self.patterns += params.stop_patterns()
-        self.ids: list[int] = []
+        self.count = 0                # tokens pushed
+        self.ids: list[int] = []      # those that make up the text: a stop token does not
         self.text, self.sent, self.held = "", 0, 0   # text[held:] may be the beginning of a stop string
         self._window, self._shown = 0, ""            # ids[_window:] are still decoded together; _shown of their text is in self.text
         self.stop_reason: str | int | None = None
 
     def push(self, token: int) -> str | None:
         """One more token; returns "stop" or "length" when the request ends with it."""
-        self.ids.append(token)
+        self.count += 1
         is_stop = token in self.stop_ids
         if not is_stop or self.params.no_stop_trim:
+            self.ids.append(token)
             self._decode_more()
-        if len(self.ids) >= self.params.min_tokens and self._search():
+        if self.count >= self.params.min_tokens and self._search():
             return "stop"
         if is_stop:
             self.stop_reason = token
             return "stop"
-        return "length" if len(self.ids) >= self.max_new else None
+        return "length" if self.count >= self.max_new else None
 
     def _decode_more(self) -> None:
         whole = self._decode(self.ids[self._window:])
@@ -154,7 +156,7 @@ class TextStream:
 
     def take(self, final: bool = False) -> str:
         """Text that is certain and has not been taken yet; `final`: everything there will be."""
-        if final and not self.stop_reason:
+        if final and not isinstance(self.stop_reason, str):  # bytes that will never become a character: shown as what they are
             whole = self._decode(self.ids[self._window:])
             self.text += whole[len(self._shown):]
             self._shown = whole

@@ -556,3 +556,302 @@ def dense_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: tor
     lse = scores.logsumexp(-1)
     lse = torch.where(lse == -math.inf, 0.0, lse)
     return (torch.exp(scores - lse.unsqueeze(-1)) @ v).to(q.dtype), lse
+
+
+# ---- Triton ----------------------------------------------------------------------------------------------------------------------
+# Offsets into the pool are products with a slot: they are made in 64 bits, for pools of more than 2^31 elements.
+
+if triton is not None:
+    jit, _cdiv, _pow2 = triton.jit, triton.cdiv, triton.next_power_of_2
+    # Decorated here once more, so that Triton's interpreter switch counts as it stands when this module is imported, not when Triton was
+    _max, _min, _sum = jit(tl.max.fn), jit(tl.min.fn), jit(tl.sum.fn)
+else:
+    def jit(kernel):
+        return kernel
+
+
+@jit
+def _rms_norm_kernel(x, residual, weight, out, new_residual, eps, size, heads, x_stride, x_head_stride, weight_stride,
+                     ADD: tl.constexpr, BLOCK: tl.constexpr):
+    """One program per row (token, head) of x; out and new_residual are contiguous."""
+    row = tl.program_id(0).to(tl.int64)
+    head = row % heads
+    i = tl.arange(0, BLOCK)
+    inside = i < size
+    dtype = x.dtype.element_ty
+    value = tl.load(x + row // heads * x_stride + head * x_head_stride + i, inside, 0.0).to(tl.float32)
+    if ADD:
+        value += tl.load(residual + row * size + i, inside, 0.0).to(tl.float32)
+        value = value.to(dtype)
+        tl.store(new_residual + row * size + i, value, inside)
+        value = value.to(tl.float32)
+    scale = 1.0 / tl.sqrt(_sum(value * value, 0) / size + eps)
+    w = tl.load(weight + head * weight_stride + i, inside, 0.0).to(tl.float32)
+    tl.store(out + row * size + i, (value * scale).to(dtype).to(tl.float32) * w, inside)
+
+
+@jit
+def _rope_kernel(x, cs, tokens, heads, x_stride, x_head_stride, HALF: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr):
+    """One program per token: all heads, both halves of the rotated part."""
+    token = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, BLOCK_R)[None]
+    row = cs + token * 2 * HALF + i
+    cos = tl.load(row, i < HALF, 0.0).to(tl.float32)
+    sin = tl.load(row + (tokens * 2 + 1) * HALF, i < HALF, 0.0).to(tl.float32)  # the second factor's second half: + sin
+    for start in range(0, heads, BLOCK_H):
+        head = start + tl.arange(0, BLOCK_H)[:, None]
+        inside = (head < heads) & (i < HALF)
+        at = x + token * x_stride + head * x_head_stride + i
+        low, high = tl.load(at, inside, 0.0).to(tl.float32), tl.load(at + HALF, inside, 0.0).to(tl.float32)
+        tl.store(at, low * cos - high * sin, inside)
+        tl.store(at + HALF, high * cos + low * sin, inside)
+
+
+@jit
+def _store_kv_kernel(k, v, k_cache, v_cache, slots, size, dim, k_stride, k_head_stride, v_stride, v_head_stride, cache_stride,
+                     BLOCK: tl.constexpr):
+    """One program per token; cache rows are contiguous."""
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + token).to(tl.int64)
+    for start in range(0, size, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        head, d = i // dim, i % dim
+        tl.store(k_cache + slot * cache_stride + i, tl.load(k + token * k_stride + head * k_head_stride + d, i < size), i < size)
+        tl.store(v_cache + slot * cache_stride + i, tl.load(v + token * v_stride + head * v_head_stride + d, i < size), i < size)
+
+
+@jit
+def _silu_mul_kernel(gate_up, out, size, gate_stride, BLOCK: tl.constexpr):
+    """One program per token and block of columns."""
+    token = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    gate = tl.load(gate_up + token * gate_stride + i, i < size, 0.0).to(tl.float32)
+    up = tl.load(gate_up + token * gate_stride + size + i, i < size, 0.0).to(tl.float32)
+    silu = (gate / (1.0 + tl.exp(-gate))).to(gate_up.dtype.element_ty).to(tl.float32)
+    tl.store(out + token * size + i, silu * up, i < size)
+
+
+@jit
+def _attend_columns(acc, best, total, q, cols, base, bits, k_cache, v_cache, table_row, cache_stride, lo, hi, scale, softcap, head_dim,
+                    WINDOW: tl.constexpr, TREE: tl.constexpr, SOFTCAP: tl.constexpr, MASK: tl.constexpr, BLOCK_N: tl.constexpr,
+                    BLOCK_D: tl.constexpr):
+    """Online softmax of a query tile over columns lo..hi-1, continuing (acc, best, total); scores are in powers of two."""
+    d = tl.arange(0, BLOCK_D)
+    for start in range(lo, hi, BLOCK_N):
+        column = start + tl.arange(0, BLOCK_N)
+        inside = column < hi
+        slot = tl.load(table_row + column, inside, 0).to(tl.int64)
+        k = tl.load(k_cache + slot[None, :] * cache_stride + d[:, None], inside[None, :] & (d < head_dim)[:, None], 0.0)
+        scores = tl.dot(q, k, input_precision="ieee") * scale  # [BLOCK_M, BLOCK_N] fp32
+        if SOFTCAP:  # tanh through exp2; scale has log2(e) in it, so has softcap
+            scores = softcap * (1.0 - 2.0 / (1.0 + tl.exp2(scores * (2.0 * 1.4426950408889634) / softcap)))
+        if MASK:
+            seen = inside[None, :] & (column[None, :] <= cols[:, None])
+            if TREE:
+                node = column[None, :] - base[:, None]
+                bit = bits[:, None] >> tl.minimum(tl.maximum(node, 0), 63).to(tl.int64) & 1
+                seen = seen & ((node < 0) | (bit != 0))
+            if WINDOW > 0:
+                seen = seen & (column[None, :] > cols[:, None] - WINDOW)
+            scores = tl.where(seen, scores, float("-inf"))
+        new_best = tl.maximum(best, _max(scores, 1))
+        safe = tl.where(new_best == float("-inf"), 0.0, new_best)  # a row that has seen nothing yet: -inf - -inf would be NaN
+        p = tl.exp2(scores - safe[:, None])
+        shrink = tl.exp2(best - safe)
+        v = tl.load(v_cache + slot[:, None] * cache_stride + d[None, :], inside[:, None] & (d < head_dim)[None, :], 0.0)
+        acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
+        total = total * shrink + _sum(p, 1)
+        best = new_best
+    return acc, best, total
+
+
+@jit
+def _attend_kernel(q, k_cache, v_cache, table, cols, base, bits, sinks, items, item_count, out, part, part_lse, scale, softcap,
+                   q_stride, q_head_stride, cache_stride, cache_head_stride, table_stride, kv_heads, head_dim,
+                   GROUP: tl.constexpr, WINDOW: tl.constexpr, TREE: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
+                   BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Every program takes work units (item, kv head) in turn until the list, whose length only the device knows, is done.
+
+    A tile's row m is query token q_start + m // GROUP, head kv_head * GROUP + m % GROUP: GROUP need not be a power of two.
+    """
+    d = tl.arange(0, BLOCK_D)
+    m = tl.arange(0, BLOCK_M)
+    heads = kv_heads * GROUP
+    for unit in range(tl.program_id(0), tl.load(item_count) * kv_heads, tl.num_programs(0)):
+        item = items + unit // kv_heads * 6
+        kv_head = (unit % kv_heads).to(tl.int64)
+        q_start, q_len, out_start = tl.load(item), tl.load(item + 1), tl.load(item + 5)
+        real = m < q_len * GROUP
+        token = (q_start + m // GROUP).to(tl.int64)
+        head = kv_head * GROUP + m % GROUP
+        q_mask = real[:, None] & (d < head_dim)[None, :]
+        tile = tl.load(q + token[:, None] * q_stride + head[:, None] * q_head_stride + d[None, :], q_mask, 0.0)
+        col = tl.load(cols + token, real, -1)
+        low = tl.load(cols + token, real, 2147483647)
+        lo = tl.load(item + 3)
+        hi = tl.minimum(tl.load(item + 4), _max(col, 0) + 1)  # what the host knew only as a bound
+        clear = tl.minimum(hi, _min(low, 0) + 1)  # columns below are seen by the whole tile
+        tree_base, tree_bits = col, token  # not looked at
+        if TREE:
+            tree_base, tree_bits = tl.load(base + token, real, 2147483647), tl.load(bits + token, real, 0)
+            clear = tl.minimum(clear, _min(tree_base, 0))
+        if WINDOW > 0:
+            lo = tl.maximum(lo, _min(low, 0) - WINDOW + 1)
+            clear = lo
+        clear = lo + tl.maximum(clear - lo, 0) // BLOCK_N * BLOCK_N
+        table_row = table + tl.load(item + 2).to(tl.int64) * table_stride
+        acc = tl.full((BLOCK_M, BLOCK_D), 0.0, tl.float32)
+        best, total = tl.full((BLOCK_M,), float("-inf"), tl.float32), tl.full((BLOCK_M,), 0.0, tl.float32)
+        k_head, v_head = k_cache + kv_head * cache_head_stride, v_cache + kv_head * cache_head_stride
+        acc, best, total = _attend_columns(acc, best, total, tile, col, tree_base, tree_bits, k_head, v_head, table_row, cache_stride, lo, clear,
+                                           scale, softcap, head_dim, WINDOW, TREE, SOFTCAP, False, BLOCK_N, BLOCK_D)
+        acc, best, total = _attend_columns(acc, best, total, tile, col, tree_base, tree_bits, k_head, v_head, table_row, cache_stride, clear, hi,
+                                           scale, softcap, head_dim, WINDOW, TREE, SOFTCAP, True, BLOCK_N, BLOCK_D)
+        if SINKS:
+            if out_start < 0:
+                sink = tl.load(sinks + head, real, 0.0).to(tl.float32) * 1.4426950408889634
+                total += tl.exp2(sink - tl.where(best == float("-inf"), sink, best))
+        total = tl.where(total == 0.0, 1.0, total)  # nothing seen: 0 / 1, and a log-sum-exp of -inf
+        acc = acc / total[:, None]
+        if out_start < 0:
+            tl.store(out + (token * heads + head)[:, None] * head_dim + d[None, :], acc, q_mask)
+        else:
+            to = (out_start + m // GROUP).to(tl.int64) * heads + head
+            tl.store(part + to[:, None] * head_dim + d[None, :], acc, q_mask)
+            tl.store(part_lse + to, best + tl.log2(total), real)
+
+
+@jit
+def _merge_kernel(part, part_lse, segment, seg_first, shifts, sinks, out, heads, head_dim, SINKS: tl.constexpr, BLOCK_H: tl.constexpr,
+                  BLOCK_D: tl.constexpr):
+    """One program per token and few heads: the partials of its segment, weighted by 2^lse. Tokens that were written directly have none."""
+    token = tl.program_id(0)
+    head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    d = tl.arange(0, BLOCK_D)
+    real = head < heads
+    inside = real[:, None] & (d < head_dim)[None, :]
+    seg = tl.load(segment + token)
+    first, last = tl.load(seg_first + seg), tl.load(seg_first + seg + 1)
+    if first < last:
+        acc = tl.full((BLOCK_H, BLOCK_D), 0.0, tl.float32)
+        best, total = tl.full((BLOCK_H,), float("-inf"), tl.float32), tl.full((BLOCK_H,), 0.0, tl.float32)
+        for i in range(first, last):
+            row = (token + tl.load(shifts + i)).to(tl.int64) * heads + head
+            lse = tl.load(part_lse + row, real, float("-inf"))
+            new_best = tl.maximum(best, lse)
+            safe = tl.where(new_best == float("-inf"), 0.0, new_best)
+            shrink, weight = tl.exp2(best - safe), tl.exp2(lse - safe)
+            acc = acc * shrink[:, None] + weight[:, None] * tl.load(part + row[:, None] * head_dim + d[None, :], inside, 0.0)
+            total = total * shrink + weight
+            best = new_best
+        if SINKS:
+            sink = tl.load(sinks + head, real, 0.0).to(tl.float32) * 1.4426950408889634
+            total += tl.exp2(sink - tl.where(best == float("-inf"), sink, best))
+        acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+        tl.store(out + (token.to(tl.int64) * heads + head)[:, None] * head_dim + d[None, :], acc, inside)
+
+
+def _launch_rms_norm(x, residual, weight, eps):
+    x = x if x.stride(-1) == 1 and x.dim() in (2, 3) else x.reshape(-1, x.shape[-1])
+    size, heads = x.shape[-1], x.shape[1] if x.dim() == 3 else 1
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    new_residual = None if residual is None else torch.empty_like(out)
+    if out.numel():
+        _rms_norm_kernel[(out.numel() // size,)](
+            x, residual if residual is None else residual.contiguous(), weight, out, new_residual, eps, size, heads, x.stride(0),
+            x.stride(1) if x.dim() == 3 else 0, weight.stride(0) if weight.dim() == 2 else 0, residual is not None, _pow2(size),
+            num_warps=min(max(_pow2(size) // 256, 1), 8))
+    return out, new_residual
+
+
+def _launch_rope(x, cs):
+    half = cs.shape[-1] // 2
+    if len(x):
+        _rope_kernel[(len(x),)](x, cs, len(x), x.shape[1], x.stride(0), x.stride(1), half, 16, _pow2(half), num_warps=4)
+    return x
+
+
+def _launch_store_kv(k, v, k_cache, v_cache, slots):
+    size = k.shape[1] * k.shape[2]
+    if len(k):
+        _store_kv_kernel[(len(k),)](k, v, k_cache, v_cache, slots, size, k.shape[2], k.stride(0), k.stride(1), v.stride(0), v.stride(1),
+                                    k_cache.stride(0), min(_pow2(size), 1024), num_warps=4)
+
+
+def _launch_silu_mul(gate_up):
+    size = gate_up.shape[1] // 2
+    out = torch.empty((len(gate_up), size), dtype=gate_up.dtype, device=gate_up.device)
+    if len(gate_up):
+        _silu_mul_kernel[(len(gate_up), _cdiv(size, 1024))](gate_up, out, size, gate_up.stride(0), 1024, num_warps=4)
+    return out
+
+
+def attend_config(tile: int, head_dim: int, itemsize: int, hip: bool) -> dict:
+    """Compile options of _attend_kernel: columns a block, warps, pipeline stages, chosen to fit shared memory without spilling."""
+    return dict(BLOCK_N=64, num_warps=4, num_stages=2)
+
+
+@dataclass
+class TritonContext:
+    """What TritonAttention.prepare leaves for the layers of one step: the plan on the device, and room for the partials."""
+
+    plan: Plan
+    table: torch.Tensor
+    cols: torch.Tensor  # [T] int32
+    base: torch.Tensor | None  # [T] int32
+    bits: torch.Tensor | None
+    items: torch.Tensor
+    count: torch.Tensor  # [1] int32, the number of items
+    segment: torch.Tensor
+    seg_first: torch.Tensor
+    shifts: torch.Tensor
+    part: torch.Tensor  # [P, H, D] fp32
+    part_lse: torch.Tensor  # [P, H] fp32, in powers of two
+
+
+@register_attention("triton")
+class TritonAttention:
+    """The GPU path: one launch over the work list, one that merges. See TorchAttention for what a backend has."""
+
+    def __init__(self, heads: int, kv_heads: int, head_dim: int):
+        if triton is None:
+            raise ImportError("attention backend 'triton' was asked for, but the package triton is not installed")
+        self.heads, self.kv_heads, self.group, self.head_dim = heads, kv_heads, heads // kv_heads, head_dim
+        self.processors = torch.cuda.get_device_properties(0).multi_processor_count if torch.cuda.is_available() else 2
+        tiles = tuple(tile for tile in (16, 64, 128) if tile >= self.group and tile * head_dim <= 128 * 128) or (_pow2(self.group),)
+        self.plan_options = dict(group=self.group, tiles=tiles, programs=-(-2 * self.processors // kv_heads), min_split=256)
+
+    def prepare(self, plan: Plan, table: torch.Tensor, cols: torch.Tensor, base: torch.Tensor | None = None,
+                bits: torch.Tensor | None = None) -> TritonContext:
+        """As TorchAttention.prepare; reads no tensor's value and uploads the plan in one copy."""
+        parts = [np.array([len(plan.items)], np.int32), plan.items.ravel(), plan.segment, plan.seg_first, plan.shifts]
+        first = np.cumsum([0] + [-(-len(part) // 4) * 4 for part in parts])  # 16-byte steps: Triton compiles aligned pointers apart
+        packed = torch.empty(int(first[-1]), dtype=torch.int32, pin_memory=table.is_cuda)
+        for at, part in zip(first, parts):
+            packed.numpy()[at : at + len(part)] = part
+        packed = packed.to(table.device, non_blocking=True)
+        count, items, segment, seg_first, shifts = (packed[at : at + len(part)] for at, part in zip(first, parts))
+        part = torch.empty((plan.partials, self.heads, self.head_dim), dtype=torch.float32, device=table.device)
+        part_lse = torch.empty((plan.partials, self.heads), dtype=torch.float32, device=table.device)
+        base = None if base is None else base.to(torch.int32)
+        return TritonContext(plan, table, cols.to(torch.int32), base, bits, items, count, segment, seg_first, shifts, part, part_lse)
+
+    def run(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, ctx: TritonContext, scale: float, window: int = 0,
+            softcap: float = 0.0, sinks: torch.Tensor | None = None) -> torch.Tensor:
+        """As TorchAttention.run."""
+        tokens, heads, dim = q.shape
+        out = torch.empty((tokens, heads, dim), dtype=q.dtype, device=q.device)
+        if not len(ctx.plan.items):
+            return out.zero_()
+        tile = max(_pow2(ctx.plan.block_q * self.group), 16)
+        block_d = max(_pow2(dim), 16)
+        grid = min(len(ctx.plan.items) * self.kv_heads, 4 * self.processors)
+        _attend_kernel[(grid,)](
+            q, k_cache, v_cache, ctx.table, ctx.cols, ctx.base, ctx.bits, sinks, ctx.items, ctx.count, out, ctx.part, ctx.part_lse,
+            scale * LOG2E, softcap * LOG2E, q.stride(0), q.stride(1), k_cache.stride(0), k_cache.stride(1), ctx.table.stride(0), self.kv_heads,
+            dim, self.group, window, ctx.base is not None, bool(softcap), sinks is not None, tile, BLOCK_D=block_d,
+            **attend_config(tile, block_d, q.element_size(), torch.version.hip is not None))
+        if ctx.plan.partials:
+            _merge_kernel[(tokens, _cdiv(heads, 8))](ctx.part, ctx.part_lse, ctx.segment, ctx.seg_first, ctx.shifts, sinks, out, heads, dim,
+                                                     sinks is not None, 8, block_d, num_warps=4)
+        return out

@@ -1,23 +1,26 @@
 """Model: a decoder written out by hand, from a Hugging Face config and safetensors to logits.
 
-One step runs over T tokens that belong to any number of requests; only attention knows which token belongs to whom. Everything else is
-arithmetic on rows:
+One step runs over T tokens that belong to any number of requests; only attention knows which token belongs to whom. Everything
+else is arithmetic on rows:
 
       ids --embed--> x ---------------------- residual ----------------------(+)------------------- residual ----------------(+)--> ...
                      |                                                        ^                                               ^
                      +-norm- qkv -[q/k norm]- rope - store KV - attention - o +-norm- gate_up - silu(gate) * up - down -------+
 
-Llama 2 and 3, SmolLM2, Mistral, Qwen2, Qwen2.5 and Qwen3 are this picture with a few switches: biases, q/k norm, the shape of a head, RoPE
-scaling, a sliding window, a head tied to the embedding. `ModelConfig.from_dict` turns a `config.json` into those switches. Fields that would
-change the arithmetic and that we do not have are refused by name: a model must never run as something else than it is.
+Llama 2 and 3, SmolLM2, Mistral, Qwen2, Qwen2.5 and Qwen3 are this picture with a few switches: biases, q/k norm, the shape of a
+head, RoPE scaling, a sliding window, a head tied to the embedding. `ModelConfig.from_dict` turns a `config.json` into those
+switches. Fields that would change the arithmetic and that we do not have are refused by name: a model must never run as
+something else than it is.
 
-Names: H query heads share G key/value heads, H / G each; D is the head dimension (not always hidden / H); E the hidden size; I the width of
-the feed-forward part. q, k, v are one matrix [(H + 2G) D, E], gate and up another [2I, E]: one multiplication each, and the checkpoint's
-tensors are read straight into their rows.
+Names: H query heads share G key/value heads, H / G each; D is the head dimension (not always hidden / H); E the hidden size; I
+the width of the feed-forward part. q, k, v are one matrix [(H + 2G) D, E], gate and up another [2I, E]: one multiplication
+each, and the checkpoint's tensors are read straight into their rows.
 
-The invariant: logits equal those of `transformers` up to rounding, for every family and switch, however the sequence is cut into steps.
-The cost of a token is 2 flops a weight, plus attention; below some tens of tokens a step the time is that of reading the weights once. The
-loop over layers does no work on the host but calling kernels, so a device can run ahead of it. The head runs on the rows that need logits.
+The invariant: logits equal those of `transformers` up to rounding, for every family and switch, however the sequence is cut
+into steps.
+The cost of a token is 2 flops a weight, plus attention; below some tens of tokens a step the time is that of reading the
+weights once. The loop over layers does no work on the host but calling kernels, so a device can run ahead of it. The head runs
+on the rows that need logits.
 
 To add an architecture, write a class and register it under the name that stands in `architectures`:
 
@@ -26,12 +29,13 @@ To add an architecture, write a class and register it under the name that stands
           defaults = Model.defaults | {"mlp_bias": True}         # what its config class has where config.json is silent
           def mlp(self, layer, h): ...                           # override what differs: switches, read_rope, attention, mlp, parameters
 
-then build a tiny random checkpoint of it with `transformers` and compare logits; tests/tiny.py has the tools. Fields that your class handles
-and others lack come out of `refused`. Where a tensor has another name or an extra one exists, override `parameters`.
+then build a tiny random checkpoint of it with `transformers` and compare logits; tests/tiny.py has the tools. Fields that your
+class handles and others lack come out of `refused`. Where a tensor has another name or an extra one exists, override
+`parameters`.
 
 Stops holding: one device; dense layers; RoPE scalings that depend on the length of the text (dynamic, longrope) are refused.
-Sources: Touvron et al. 2023 (Llama), Su et al. 2021 (RoPE), Peng et al. 2023 (YaRN), Meta 2024 (llama3 scaling); semantics as in `transformers`.
-"""
+Sources: Touvron et al. 2023 (Llama), Su et al. 2021 (RoPE), Peng et al. 2023 (YaRN), Meta 2024 (llama3 scaling); semantics as
+in `transformers`."""
 
 from __future__ import annotations
 

@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import re
 from typing import Any, NamedTuple
 
 import msgspec
@@ -39,6 +40,7 @@ MAX_SAMPLES = 128            # n
 MAX_STOPS = 32               # stop strings, and stop patterns
 MAX_STOP_CHARS = 4096        # of one stop string: text that could begin it is held back and compared at every step
 MAX_PATTERN_BYTES = 256      # of one stop pattern, in UTF-8
+MAX_PATTERN_SIZE = 2**14     # of all stop patterns of a request, counted repeats written out, in bytes: `regex` compiles them like that
 MAX_LOGPROBS = 20            # top entries a token
 INT_MAX = 2**31 - 1          # lengths and token ids are int32 on the device
 SEED_MASK = 2**64 - 1
@@ -175,6 +177,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_f
             raise refusal("logprob_start_len", self.logprob_start_len, f"at most the context length, which is {context_len}")
         _verify_strings("stop", self.stop)
         _verify_strings("stop_regex", self.stop_regex)
+        if sum(map(_pattern_size, _as_list(self.stop_regex))) > MAX_PATTERN_SIZE:
+            raise refusal("stop_regex", self.stop_regex, f"patterns whose counted repeats, written out, have at most {MAX_PATTERN_SIZE} bytes")
         self.stop_patterns()
         _verify_ids("stop_token_ids", self.stop_token_ids, vocab_size)
         _verify_bias(self.logit_bias, vocab_size)
@@ -349,13 +353,29 @@ def _verify_strings(name: str, value: object) -> None:
             raise refusal(name, text, f"patterns of at most {MAX_PATTERN_BYTES} bytes")
 
 
-@functools.lru_cache(maxsize=1024)
+def _pattern_size(text: str) -> int:
+    """An upper bound of the pattern's length in bytes with every {count} written out: (a{999}){999} is a small bomb.
+
+    Counts nest only through groups (or through another quantifier), so those multiply, and of all others the largest counts.
+    """
+    nested, largest = 1, 1
+    for before, count in re.findall(r"(\S?)\s*\{\s*([0-9]+)", text):
+        if before in ")}*+?" or "#" in text:        # a comment could stand between a group and its count
+            nested *= max(1, int(count))
+        else:
+            largest = max(largest, int(count))
+    return len(text.encode()) * nested * largest
+
+
+@functools.lru_cache(maxsize=256)
 def _compile(text: str) -> regex.Pattern:
+    """A stop pattern that passed the size limit. Raises RequestError if it does not compile or matches the empty text."""
     try:
-        pattern = regex.compile(text)
-    except Exception as error:      # not regex.error alone: deep nesting and huge counts raise other things, and all are the pattern's fault
+        pattern = regex.compile(text, cache_pattern=False)
+        empty = pattern.match("", timeout=0.1)
+    except Exception as error:      # not regex.error alone: recursion and lookarounds raise other things, and all are the pattern's fault
         raise RequestError(f"stop_regex {show(text)} does not compile: {error}", "stop_regex") from None
-    if pattern.match(""):
+    if empty:
         raise RequestError(f"stop_regex {show(text)} matches the empty text and would stop before the first token", "stop_regex")
     return pattern
 

@@ -770,7 +770,7 @@ HELLO = "User: Hello! Assistant: Hi!"
 STORY = "User: Tell me a story. Assistant: Once there was a tree whose leaves were tokens and every fork found its own branch."
 WHAT = "User: What is SGLang? Assistant: An engine."
 WHY = "User: Why a tree? Assistant: Because programs fork and a tree keeps what they have in common."
-AT_FIRST = "User: What did I say at first? Assistant: You said hello and I said hi, then a story about a tree that I forgot."
+AT_FIRST = "User: What did I say at first? Assistant: You said hello and I said hi, then a story about a tree I forgot."
 SHOTS = "Q: 1+1 A: 2 Q: 2+3 A: 5"
 FIGURE_3 = [
     ("the tree is empty", []),

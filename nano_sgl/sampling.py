@@ -42,7 +42,7 @@ from torch import Tensor
 
 from .protocol import GREEDY_TEMPERATURE, MAX_LOGPROBS, SamplingParams
 
-CPU_BLOCK = 2**17       # logits a block of rows has per CPU thread: a few buffers of 512 KiB stay in the second-level cache
+CPU_BLOCK = 2**18       # logits a block of rows has per CPU thread: a few buffers of 1 MiB stay in the cache
 GPU_BLOCK = 2**24       # on a GPU blocks only bound memory
 SMALL_K = 64            # up to here top-k reads a sorted list of the least gaps, beyond it bisects. Fixed, so that no row's arithmetic
                         # depends on its neighbour's k
@@ -117,7 +117,7 @@ class SamplingState:
         self.seeds = torch.zeros(max_rows, dtype=torch.int64, device=device)            # [R] int64
         self.words = _token_words(torch.arange(vocab_size, device=device))              # [V] int32, the token's part of the hash
         self.counts: Tensor | None = None         # [R, V] fp32, of output tokens; allocated with the first penalty
-        self.in_prompt: Tensor | None = None      # [R, V] bool; allocated with the first repetition penalty
+        self.in_prompt: Tensor | None = None      # [R, V] fp32, 0 or 1; allocated with the first repetition penalty
         self.scratch: list[Tensor] = []           # four of [block_rows, V] fp32; allocated with the first row that is not greedy
         self.biases: list[tuple[np.ndarray, np.ndarray, np.ndarray] | None] = [None] * max_rows     # host: tokens, values, until
 
@@ -139,8 +139,8 @@ class SamplingState:
         self.counts[row].zero_().index_copy_(0, self._upload(ids), self._upload(counts.astype(np.float32)))
         if params.repetition_penalty != 1:
             if self.in_prompt is None:
-                self.in_prompt = torch.zeros(self.max_rows, self.vocab_size, dtype=torch.bool, device=self.device)
-            self.in_prompt[row].zero_().index_fill_(0, self._upload(np.unique(np.asarray(prompt_ids, dtype=np.int64))), True)
+                self.in_prompt = torch.zeros(self.max_rows, self.vocab_size, device=self.device)
+            self.in_prompt[row].zero_().index_fill_(0, self._upload(np.unique(np.asarray(prompt_ids, dtype=np.int64))), 1)
 
     def batch(self, members: Sequence[tuple[int, SamplingParams, int]]) -> SamplingBatch:
         """Sort out the work of the rows (request row, params, prompt length in tokens) that sample in a step. After `set_row`."""
@@ -208,9 +208,11 @@ class SamplingState:
         """Repetition, then frequency and presence, in place on the batch rows that have them."""
         for block in batch.repetition:
             rows = batch.rows[block]
-            z, factor = logits[block], self.values[rows, REPETITION, None]
-            seen = (self.counts[rows] > 0) | self.in_prompt[rows]
-            logits[block] = torch.where(seen, torch.where(z > 0, z / factor, z * factor), z)
+            z, penalty = logits[block], self.values[rows, REPETITION, None]
+            seen = torch.maximum(self.counts[rows].clamp_(max=1), self.in_prompt[rows])
+            # z / penalty above zero, z * penalty below, for seen tokens. As arithmetic: `where` is ten times slower on a CPU.
+            factor = torch.gt(z, 0, out=torch.empty_like(z)).mul_(1 / penalty - penalty).add_(penalty - 1)
+            logits[block] = z.mul_(factor.mul_(seen).add_(1))
         for block in batch.penalised:
             rows = batch.rows[block]
             counts = self.counts[rows]                                                  # [n, V] fp32, a copy

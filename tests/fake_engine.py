@@ -1,0 +1,152 @@
+"""An engine without a model, for tests of the server alone: it answers "abcdef..." and does what the prompt tells it to.
+
+    python fake_engine.py serve --port 0         the HTTP process, with a child of its own kind
+    python fake_engine.py child DIRECTORY        the engine process
+
+Words in a prompt: CRASH (the process dies at the third token), FAIL (the request fails there), RAISE (the step raises), REJECT (`add` refuses),
+BROKEN (`add` raises something else), SLOW (20 ms a token), MUTE (never says anything), BAD (`check` finds the books wrong).
+"""
+
+import argparse
+import asyncio
+import logging
+import os
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from nano_sgl import server
+from nano_sgl.protocol import Chunk, Logprob, Request, RequestError
+
+CHATML = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+          "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
+CONTEXT = 512
+
+
+def byte_tokenizer() -> Tokenizer:
+    """Ids 0..255 are the bytes in the order of GPT-2's alphabet, 256 and 257 two control tokens."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={c: n for n, c in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    return tokenizer
+
+
+@dataclass(frozen=True)
+class FakeConfig:
+    model: str = "fake"
+
+
+class Script:
+    """One request: the chunks it will get, one a step."""
+
+    def __init__(self, engine: "FakeEngine", request: Request):
+        self.request, self.prompt = request, engine.codec.decode(request.prompt_ids, skip_special_tokens=False)
+        p = request.params
+        room = CONTEXT - len(request.prompt_ids)
+        count = room if p.max_tokens is None else min(p.max_tokens, room)
+        text = "".join(chr(ord("a") + (i + request.index) % 26) for i in range(count))
+        stops = [(text.find(s), s) for s in p.stop_strings() if s in text]
+        self.reason, self.matched = "length", None
+        if stops:
+            at, self.matched = min(stops)
+            self.reason, count = "stop", at + len(self.matched)
+        ids = engine.codec.encode(text).ids[:count]
+        cut = at if stops else count
+        self.pieces = [(i, text[n] if n < cut else "") for n, i in enumerate(ids)]
+        self.seen = 0
+        self.cached = len(request.prompt_ids) - 1 if (request.namespace, tuple(request.prompt_ids)) in engine.seen else 0
+        engine.seen.add((request.namespace, tuple(request.prompt_ids)))
+
+    def next(self) -> Chunk | None:
+        p, first = self.request.params, self.seen == 0
+        todo = self.pieces[self.seen:] if not self.request.stream else self.pieces[self.seen:self.seen + 1]
+        self.seen += len(todo)
+        chunk = Chunk(rid=self.request.rid, text="".join(t for _, t in todo), output_ids=[i for i, _ in todo], cached_tokens=self.cached)
+        if p.logprobs is not None:
+            chunk.logprobs = [Logprob(i, -0.5, [(i, -0.5), (33, -1.5), (34, -2.5)][:p.logprobs]) for i, _ in todo]
+        if p.prompt_logprobs is not None and first:
+            chunk.prompt_logprobs = [Logprob(i, None if n == 0 else -1.0, [] if n == 0 else [(i, -1.0), (35, -3.0)][:p.prompt_logprobs])
+                                     for n, i in enumerate(self.request.prompt_ids)][p.logprob_start_len:]
+        if self.seen == len(self.pieces):
+            chunk.finish_reason, chunk.stop_reason = self.reason, self.matched
+        return chunk
+
+
+class FakeEngine:
+    def __init__(self):
+        self.config, self.path = FakeConfig(), Path("/nowhere")
+        self.vocab_size, self.context_len, self.end_ids = 258, CONTEXT, [257]
+        self.generation_defaults = {"temperature": 0.5}
+        self.codec = byte_tokenizer()
+        self.tokenizer = SimpleNamespace(backend_tokenizer=self.codec, chat_template=CHATML, special_tokens_map={"eos_token": "<|im_end|>"})
+        self.scripts: dict[str, Script] = {}
+        self.seen: set = set()
+        self.broken = False
+        self.counts = {"prompt_tokens": 0, "cached_tokens": 0, "output_tokens": 0, "computed_tokens": 0, "aborted": 0, "last_params": None}
+
+    def add(self, request: Request) -> None:
+        script = Script(self, request)
+        if "REJECT" in script.prompt:
+            raise RequestError("the fake engine has no room for this prompt", "prompt")
+        if "BROKEN" in script.prompt:
+            raise KeyError("a bug in add")
+        self.scripts[request.rid] = script
+        self.counts["last_params"] = {"temperature": request.params.temperature, "max_tokens": request.params.max_tokens,
+                                      "priority": request.priority, "routing_key": request.routing_key, "namespace": request.namespace}
+
+    def abort(self, rid: str) -> bool:
+        self.counts["aborted"] += rid in self.scripts
+        return self.scripts.pop(rid, None) is not None
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.scripts)
+
+    def step(self) -> list[Chunk]:
+        chunks = []
+        time.sleep(0.02 if any("SLOW" in s.prompt or "MUTE" in s.prompt for s in self.scripts.values()) else 0.001)
+        for rid, script in list(self.scripts.items()):
+            if script.seen == 3 and "CRASH" in script.prompt:
+                os._exit(3)
+            if script.seen == 3 and "RAISE" in script.prompt:
+                self.broken = "BAD" in script.prompt
+                raise RuntimeError("a bug in step")
+            if script.seen == 3 and "FAIL" in script.prompt:
+                chunks.append(Chunk(rid=rid, finish_reason="error", error="the fake engine failed on this request"))
+            elif "MUTE" not in script.prompt:
+                chunks.append(script.next())
+                self.counts["output_tokens"] += len(chunks[-1].output_ids)
+            if chunks and chunks[-1].finish_reason:
+                self.scripts.pop(chunks[-1].rid, None)
+        return chunks
+
+    def flush_cache(self) -> bool:
+        if not self.scripts:
+            self.seen.clear()
+        return not self.scripts
+
+    def stats(self) -> dict:
+        return {"running": len(self.scripts), "waiting": 0, "kv_capacity": 1000, "kv_free": 900, "kv_cached": 50, **self.counts}
+
+    def check(self) -> None:
+        assert not self.broken, "the books are wrong"
+
+
+def main() -> int:
+    if sys.argv[1] == "child":
+        return server.engine_main(sys.argv[2], FakeEngine)
+    parser = argparse.ArgumentParser()
+    server.add_flags(parser, server.ServerConfig)
+    config = server.pick(server.ServerConfig, parser.parse_args(sys.argv[2:]))
+    server.set_up_logging(config.log_level)
+    return asyncio.run(server.serve(config, server.listen(config.host, config.port), [sys.executable, __file__, "child"]))
+
+
+if __name__ == "__main__":
+    logging.basicConfig()
+    sys.exit(main())

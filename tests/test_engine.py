@@ -1,0 +1,386 @@
+"""engine.py: text streams, equivalence with the plain engine, logprobs, limits, failures. On tiny random checkpoints."""
+
+import random
+
+import pytest
+import torch
+
+import engines
+from engines import plain, request, run
+from nano_sgl.engine import EngineConfig, TextStream
+from nano_sgl.protocol import RequestError, SamplingParams
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return engines.tiny_path(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def reference(path):
+    """Answers of the plain engine, one request at a time."""
+    engine, known = plain(path), {}
+
+    def answer(r):
+        key = (tuple(r.prompt_ids), repr(r.params), r.index)
+        if key not in known:
+            known[key] = run(engine, [request(r.rid, r.prompt_ids, r.params, index=r.index)])[r.rid]
+        return known[key]
+    return answer
+
+
+def params(**kw):
+    return SamplingParams(**({"temperature": 0, "max_tokens": 24, "ignore_eos": True} | kw))
+
+
+def prompt(n, seed):
+    rng = random.Random(seed)
+    return [rng.randrange(256) for _ in range(n)]
+
+
+# ----------------------------------------------------------------------------------------------------------------- equivalence
+
+MIX = [dict(), dict(temperature=0.8, seed=3), dict(temperature=1.5, top_k=20, seed=4), dict(temperature=1, top_p=0.8, seed=5),
+       dict(temperature=1, min_p=0.1, seed=6), dict(frequency_penalty=1.5, presence_penalty=0.5), dict(repetition_penalty=1.4, temperature=0.7, seed=7),
+       dict(logit_bias={65: 4.0, 66: -100}, temperature=0.9, seed=8), dict(min_tokens=10, ignore_eos=False, temperature=1.3, seed=9),
+       dict(max_tokens=1), dict(logprobs=3), dict(prompt_logprobs=2, logprobs=0, temperature=1, seed=10)]
+
+
+def workload(seed, count=28):
+    rng = random.Random(seed)
+    heads = [prompt(rng.choice([5, 40, 90]), 100 + i) for i in range(4)] + [[]]
+    requests = []
+    for i in range(count):
+        ids = [*rng.choice(heads), *prompt(rng.randrange(1, 40), rng.randrange(12))]
+        mix = dict(max_tokens=rng.choice([1, 8, 30])) | rng.choice(MIX)
+        mix["min_tokens"] = min(mix.get("min_tokens", 0), mix["max_tokens"])
+        scoring = dict(max_tokens=0, prompt_logprobs=rng.choice([None, 0]))
+        requests.append(request(f"q{i}", ids, params(**(mix if rng.random() < 0.8 else scoring))))
+    return requests
+
+
+def close(a, b):
+    assert [x.token_id for x in a] == [x.token_id for x in b]
+    for x, y in zip(a, b):
+        assert (x.logprob is None) == (y.logprob is None) and (x.logprob is None or abs(x.logprob - y.logprob) < 1e-4)
+        assert [t for t, _ in x.top] == [t for t, _ in y.top]
+
+
+@pytest.mark.parametrize("flags", [
+    dict(),
+    dict(page_size=16),
+    dict(chunked_prefill_size=24, page_size=4),
+    dict(chunked_prefill_size=16, max_running_requests=5, schedule_policy="lpm"),
+    dict(max_total_tokens=260, max_running_requests=12, schedule_policy="lof"),
+    dict(max_total_tokens=288, page_size=16, chunked_prefill_size=64, radix_eviction_policy="lfu"),
+    dict(disable_radix_cache=True, chunked_prefill_size=50, schedule_policy="random"),
+], ids=str)
+def test_any_engine_gives_the_answers_of_the_plain_one(path, reference, flags):
+    """The same requests, whatever shares their batch, cache, chunks and pool: the same tokens, texts, reasons and logprobs."""
+    for seed in (1, 2):
+        requests = workload(seed)
+        engine = engines.make(path, **flags)
+        engine.scheduler.ratio = 0.1
+        answers = run(engine, requests)
+        for r in requests:
+            got, expected = answers[r.rid], reference(r)
+            assert (got.ids, got.text, got.reason) == (expected.ids, expected.text, expected.reason), r
+            close(got.logprobs, expected.logprobs)
+            assert (got.prompt_logprobs is None) == (expected.prompt_logprobs is None)
+            close(got.prompt_logprobs or [], expected.prompt_logprobs or [])
+
+
+def test_late_requests_abort_and_small_pools(path, reference):
+    """Requests arrive while others run, some are aborted: those that finish have the plain engine's answer, nothing leaks."""
+    for seed, flags in ((3, dict(max_total_tokens=260)), (4, dict(max_total_tokens=320, page_size=16)), (5, dict(chunked_prefill_size=32))):
+        rng, requests = random.Random(seed), workload(seed, 40)
+        engine = engines.make(path, max_running_requests=6, **flags)
+        engine.scheduler.ratio = 0.1
+        later, aborted = requests[10:], set()
+
+        def each_step(n):
+            for _ in range(min(rng.randrange(3), len(later))):
+                engine.add(later.pop(0))
+            if rng.random() < 0.08 and engine.streams:
+                aborted.add(rid := rng.choice(sorted(engine.streams)))
+                assert engine.abort(rid)
+
+        answers = run(engine, requests[:10], each_step)
+        assert len(answers) == 40
+        for r in requests:
+            if r.rid in aborted:
+                assert answers[r.rid].reason == "abort"
+                assert reference(r).ids[:len(answers[r.rid].ids)] == answers[r.rid].ids
+            else:
+                assert answers[r.rid].ids == reference(r).ids
+
+
+def test_one_chunk_for_who_does_not_stream(path, reference):
+    r = request("a", prompt(20, 1), params(logprobs=1), stream=False)
+    engine = engines.make(path)
+    answer = run(engine, [r])["a"]
+    assert len(answer.pieces) == 1 and answer.ids == reference(r).ids and len(answer.logprobs) == 24
+
+
+def test_n_samples_share_the_prompt_and_differ(path):
+    engine = engines.make(path)
+    ids = prompt(50, 1)
+    answers = run(engine, [request(i, ids, params(temperature=1, seed=11, n=3), index=i) for i in range(3)])
+    assert len({tuple(a.ids) for a in answers.values()}) == 3
+    assert [answers[str(i)].cached for i in range(3)] == [0, 49, 49]
+    alone = run(engines.make(path), [request("x", ids, params(temperature=1, seed=11, n=3), index=2)])["x"]
+    assert alone.ids == answers["2"].ids
+
+
+def test_seeds_differ_where_none_is_given_and_follow_the_engines_seed(path):
+    texts = [[a.ids for a in run(engines.make(path, random_seed=seed), [request(i, [5, 6], params(temperature=1)) for i in range(2)]).values()]
+             for seed in (1, 1, 2)]
+    assert texts[0] == texts[1] != texts[2] and texts[0][0] != texts[0][1]
+
+
+def test_the_prompt_is_in_the_tree_with_its_answer(path):
+    """F007, F009: the next turn hits prompt and answer; another namespace hits nothing."""
+    for page, expected in ((1, 149), (16, 144)):
+        engine = engines.make(path, page_size=page)
+        first = prompt(100, 1)
+        answer = run(engine, [request("a", first, params(max_tokens=50))])["a"]
+        turn = [*first, *answer.ids, *prompt(50, 2)]
+        second = run(engine, [request("b", turn, params())])["b"]
+        assert second.cached == expected
+        assert second.ids == run(plain(path), [request("b", turn, params())])["b"].ids
+        salted = [run(engine, [request("s", turn, params(), namespace=salt)])["s"] for salt in ("x", "y", "x")]
+        assert [a.cached for a in salted] == [0, 0, (len(turn) - 1) // page * page] and all(a.ids == second.ids for a in salted)
+
+
+def test_a_request_whose_prefix_turns_up_in_the_tree(path):
+    """F001: two equal requests, then others into a pool that is short; the audit after every step is in `run`."""
+    ids = prompt(40, 1)
+    engine = engines.make(path, max_total_tokens=600)
+    later = [request(f"b{i}", prompt(40, 50 + i), params(max_tokens=20)) for i in range(8)]
+    answers = run(engine, [request("a1", ids, params(max_tokens=64)), request("a2", ids, params(max_tokens=64))],
+                  lambda n: [engine.add(later.pop(0)) for _ in range(len(later) if n == 2 else 0)])
+    assert answers["a1"].ids == answers["a2"].ids == run(plain(path), [request("a", ids, params(max_tokens=64))])["a"].ids
+
+
+# ----------------------------------------------------------------------------------------------------------------- logprobs, limits
+
+def test_logprobs_are_the_models_on_every_route(path, reference):
+    """Temperature, penalties and bias change the token, not the logprob that is reported for it."""
+    ids = prompt(30, 3)
+    plain_top = reference(request("p", ids, params(max_tokens=1, logprobs=5))).logprobs[0].top
+    for i, extra in enumerate((dict(temperature=0.5, seed=1), dict(temperature=2, seed=1, top_p=0.1), dict(presence_penalty=2), dict(logit_bias={3: 50}))):
+        top = reference(request(f"p{i}", ids, params(max_tokens=1, logprobs=5, **extra))).logprobs[0].top
+        assert [t for t, _ in top] == [t for t, _ in plain_top] and all(abs(a - b) < 1e-5 for (_, a), (_, b) in zip(top, plain_top))
+
+
+def test_prompt_logprobs_with_a_cache_hit(path):
+    """F011: the same array cold, warm and with a part cached; the first entry is None."""
+    engine, ids = engines.make(path, chunked_prefill_size=32), prompt(90, 4)
+    ask = lambda rid, n, start=0: run(engine, [request(rid, ids[:n], params(max_tokens=1, prompt_logprobs=1, logprob_start_len=start))])[rid]
+    cold, warm, half, again, tail = ask("a", 90), ask("b", 90), ask("c", 45), ask("d", 90), ask("e", 90, 70)
+    assert cold.prompt_logprobs[0].logprob is None and len(cold.prompt_logprobs) == 90
+    for other, n in ((warm, 90), (half, 45), (again, 90)):
+        close(other.prompt_logprobs, cold.prompt_logprobs[:n])
+    close(tail.prompt_logprobs, cold.prompt_logprobs[70:])
+    assert warm.cached == 0 and tail.cached == 69
+
+
+def test_max_tokens_is_cut_to_the_context_and_a_prompt_that_cannot_fit_is_refused(path):
+    engine = engines.make(path, context_length=64)
+    answer = run(engine, [request("a", prompt(60, 1), params(max_tokens=None))])["a"]
+    assert (len(answer.ids), answer.reason) == (4, "length")
+    with pytest.raises(RequestError, match="64"):
+        engine.add(request("b", prompt(64, 1), params()))
+    assert run(engine, [request("c", prompt(64, 1), params(max_tokens=0))])["c"].reason == "length"
+
+
+@pytest.mark.parametrize("ids, kw, name", [([-1], {}, "prompt"), ([320], {}, "prompt"), ([], {}, "prompt"), ([1], dict(logit_bias={320: 1}), "logit_bias"),
+                                           ([1], dict(stop_token_ids=[-1]), "stop_token_ids"), ([1, 2], dict(logprob_start_len=3), "logprob_start_len")])
+def test_bad_requests_are_refused_by_name_and_change_nothing(path, ids, kw, name):
+    engine = engines.make(path)
+    with pytest.raises(RequestError) as caught:
+        engine.add(request("a", ids, params(**kw)))
+    assert caught.value.param == name and not engine.has_work and not engine.streams
+
+
+@pytest.mark.parametrize("flags, text", [
+    (dict(context_length=513), "512 positions"), (dict(page_size=65), "page_size"), (dict(schedule_policy="best"), "schedule_policy"),
+    (dict(max_running_requests=0), "positive"), (dict(max_total_tokens=10**12), "MiB are free"), (dict(dtype="int8"), "dtype"),
+    (dict(schedule_policy="lpm", disable_radix_cache=True), "disabled"), (dict(mem_fraction_static=0), "mem_fraction"), (dict(attention_backend="x"), "attention_backend")])
+def test_bad_flags_are_refused_at_start(path, flags, text):
+    with pytest.raises(ValueError, match=text):
+        engines.make(path, **flags)
+
+
+def test_stop_tokens_from_the_request_and_the_model(path, reference):
+    ids = prompt(20, 1)
+    full = reference(request("a", ids, params())).ids
+    stop = next(t for t in full[3:] if t not in full[:3])
+    answer = run(engines.make(path), [request("b", ids, params(ignore_eos=False, stop_token_ids=[stop]))])["b"]
+    assert answer.ids == full[:full.index(stop) + 1] and answer.reason == "stop"
+    assert answer.text == reference(request("c", ids, params(max_tokens=full.index(stop)))).text, "a stop token's text is not part of the answer"
+
+
+# ----------------------------------------------------------------------------------------------------------------- failures
+
+def test_a_failed_step_is_tried_again(path, reference):
+    engine = engines.make(path)
+    requests = [request(i, [*prompt(30, 1), i], params()) for i in range(3)]
+    forward, calls = engine.model.forward, []
+
+    def flaky(batch, kv):
+        calls.append(1)
+        if len(calls) in (1, 9):
+            raise RuntimeError("out of memory")
+        return forward(batch, kv)
+    engine.model.forward = flaky
+    answers = run(engine, requests[:1], lambda n: [engine.add(r) for r in requests[1:]] if n == 5 else None)
+    assert answers["0"].reason == "error" and "out of memory" in answers["0"].error  # part of both failures
+    assert all(answers[r.rid].ids == reference(r).ids for r in requests[1:])
+
+
+def test_nan_logits_end_their_request_alone(path, reference):
+    engine = engines.make(path)
+    logits = engine.model.logits
+
+    def poisoned(hidden):
+        out = logits(hidden)
+        if len(out) == 2:
+            out[0] = float("nan")
+        return out
+    engine.model.logits = poisoned
+    requests = [request(i, prompt(20, i), params()) for i in range(2)]
+    answers = run(engine, requests)
+    ended = [a for a in answers.values() if a.reason == "error"]
+    assert len(ended) == 1 and "finite" in ended[0].error
+    assert [a.ids == reference(r).ids for r, a in zip(requests, answers.values())].count(True) == 1
+
+
+def test_flush_waits_for_idle(path):
+    engine = engines.make(path)
+    engine.add(request("a", prompt(20, 1), params()))
+    assert not engine.flush_cache()
+    while engine.has_work:
+        engine.step()
+    assert engine.flush_cache() and engine.scheduler.tree.total == 0
+    engine.check()
+
+
+def test_the_audit_sees_a_wrong_table(path):
+    engine = engines.make(path)
+    engine.add(request("a", prompt(20, 1), params()))
+    engine.step()
+    engine.check()
+    engine.rows.table[engine.scheduler.running[0].row, 3] += 1
+    with pytest.raises(AssertionError, match="table"):
+        engine.check()
+
+
+# ----------------------------------------------------------------------------------------------------------------- text
+
+@pytest.fixture(scope="module")
+def tokenizer(demo_path):
+    from nano_sgl import weights
+    return weights.load_tokenizer(demo_path)
+
+
+def stream(tokenizer, text, **kw):
+    """Pieces as they would be streamed, the reason, and the stream, for the tokens of `text`."""
+    ids = tokenizer.encode(text) if isinstance(text, str) else text
+    s = TextStream(tokenizer, SamplingParams(**kw), [2], 10_000)
+    pieces, reason = [], None
+    for token in ids:
+        reason = s.push(token)
+        pieces.append(s.take(final=reason is not None))
+        if reason:
+            break
+    else:
+        pieces.append(s.take(final=True))
+    return pieces, reason, s
+
+
+TEXTS = ["def f(x):\n    return", "a    b", "naïve café", "日本語 テスト", "🙂🙃 👩‍👩‍👧‍👦 ok", "é" * 30, "\n\n \t x", "1, 2, 3", "ﷺ ༀ𝔘", "a\u0301b\u0308"]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_streamed_pieces_join_to_the_decoded_text(tokenizer, text):
+    pieces, _, s = stream(tokenizer, text)
+    assert "".join(pieces) == tokenizer.decode(s.ids, skip_special_tokens=True) == text
+    assert not any("\ufffd" in p for p in pieces)
+
+
+def test_random_ids_join_to_the_decoded_text(tokenizer):
+    rng = random.Random(0)
+    for _ in range(150):
+        ids = [rng.choice([rng.randrange(3, 49152), rng.randrange(0, 400)]) for _ in range(40)]
+        pieces, reason, s = stream(tokenizer, [i for i in ids if i != 2])
+        assert reason is None and "".join(pieces) == tokenizer.decode(s.ids, skip_special_tokens=True)
+
+
+def test_half_a_character_is_never_shown(tokenizer):
+    ids = tokenizer.encode("🙂")
+    assert len(ids) > 1
+    pieces, _, _ = stream(tokenizer, ids * 3)
+    assert [p for p in pieces if p] == ["🙂"] * 3
+    pieces, _, _ = stream(tokenizer, ids[:-1])
+    assert pieces[:-1] == [""] * (len(ids) - 1) and set(pieces[-1]) == {"\ufffd"}
+
+
+def test_a_stop_string_is_found_over_tokens_and_never_shown(tokenizer):
+    pieces, reason, s = stream(tokenizer, " 6, 7, 8, 9, 10, 11", stop=["9, 10"])
+    assert ("".join(pieces), reason, s.stop_reason) == (" 6, 7, 8, ", "stop", "9, 10")
+    assert not any("9" in p for p in pieces)
+    pieces, reason, _ = stream(tokenizer, " 6, 7, 8, 9, 10, 11", stop="9, 10", no_stop_trim=True)
+    assert "".join(pieces) == " 6, 7, 8, 9, 10"
+
+
+def test_what_cannot_begin_a_stop_is_not_held(tokenizer):
+    pieces, _, _ = stream(tokenizer, " 6, 7, 8, 9,", stop=["###"])
+    assert sum(map(bool, pieces)) >= 10 and pieces[0] == " "
+    pieces, _, _ = stream(tokenizer, " a# b## c### d", stop=["###"])
+    assert "".join(pieces) == " a# b## c"
+
+
+def test_overlapping_stops_and_a_stop_that_never_completes(tokenizer):
+    for stops in (["7", "6, 7"], ["6, 7", "7"]):
+        pieces, reason, _ = stream(tokenizer, " 6, 7, 8", stop=stops)
+        assert "7" not in "".join(pieces) and reason == "stop"
+    pieces, reason, _ = stream(tokenizer, " 6, 7, 8, 9", stop=["9, 10"])
+    assert "".join(pieces) == " 6, 7, 8, 9" and reason is None
+
+
+def test_stop_regex(tokenizer):
+    pieces, reason, s = stream(tokenizer, "the year 1984 was", stop_regex=r"\d{4}")
+    assert ("".join(pieces), reason, s.stop_reason) == ("the year ", "stop", "1984")
+    assert not any(c.isdigit() for c in "".join(pieces))
+
+
+def test_a_stop_regex_without_end_is_cut_off(tokenizer):
+    with pytest.raises(TimeoutError):
+        stream(tokenizer, "a" * 4000 + "b", stop_regex=r"(a|a|aa)*\1*c")
+
+
+def test_min_tokens_come_before_any_stop(tokenizer):
+    pieces, reason, s = stream(tokenizer, " 6, 7, 8, 6, 7", stop=["6"], min_tokens=8)
+    assert reason == "stop" and len(s.ids) >= 8
+
+
+def test_end_ids_end_the_text_and_special_tokens_are_left_out(tokenizer):
+    ids = tokenizer.encode("hi there")
+    assert stream(tokenizer, [*ids, 2, 5])[:2] == ([*[tokenizer.decode([i]) for i in ids], ""], "stop")
+    pieces, reason, _ = stream(tokenizer, [*ids, 2, *ids], ignore_eos=True)
+    assert "".join(pieces) == "hi therehi there" and reason is None
+    pieces, _, _ = stream(tokenizer, [1, *ids], skip_special_tokens=False)
+    assert "".join(pieces) == "<|im_start|>hi there"
+
+
+def test_length_is_the_last_reason(tokenizer):
+    s = TextStream(tokenizer, SamplingParams(), [2], 2)
+    assert (s.push(216), s.push(2)) == (None, "stop")
+    s = TextStream(tokenizer, SamplingParams(), [2], 2)
+    assert (s.push(216), s.push(38)) == (None, "length")
+
+
+def test_flags_have_help_and_a_type():
+    from dataclasses import fields
+    assert all(f.metadata["help"] for f in fields(EngineConfig)) and torch.get_num_threads() == 1
