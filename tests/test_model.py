@@ -171,11 +171,6 @@ def test_head_runs_on_the_rows_asked(tmp_path):
     assert net.logits(torch.zeros(3, 48)).shape == (3, tiny.VOCAB)
 
 
-def test_kv_bytes(tmp_path):
-    config = model.load(tiny.checkpoint(tmp_path, hidden_size=64, head_dim=32), progress=False).config
-    assert config.kv_bytes_per_token(torch.bfloat16) == 2 * 2 * 2 * 32 * 2
-
-
 # ---- heads tied to the embedding, both ways round
 
 
@@ -238,7 +233,6 @@ def test_F039_tied_smollm2(demo_path):
     ids = tokenizer.encode("The capital of France is a city that many people visit every year, for its art and food.")[:20]
     close(whole(demo_path, ids)[-1], tiny.logits(demo_path, ids)[-1], 1e-3)
     net = model.load(demo_path, "float32", progress=False)
-    assert tokenizer.decode(greedy(net, tokenizer.encode("1, 2, 3, 4, 5,"), 12)).startswith(" 6, 7, 8, 9,")
     assert tokenizer.decode(greedy(net, tokenizer.encode("1, 2, 3, 4, 5,"), 12)) == " 6, 7, 8, 9,"
 
 
@@ -324,6 +318,8 @@ BASE = {"architectures": ["LlamaForCausalLM"], "vocab_size": 10, "hidden_size": 
     ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor"),
     ({"rope_scaling": {"rope_type": "yarn", "factor": 8.0, "alpha": 3}}, "alpha"),
     ({"rope_scaling": {"rope_type": "linear", "factor": "two"}}, "linear"),
+    ({"rope_scaling": {"type": "default", "mrope_section": [1, 2]}}, "mrope_section"),
+    ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}, "sliding_attention": {"rope_theta": 2.0}}}, "between layers"),
     ({"num_attention_heads": 5, "num_key_value_heads": 2}, "key heads"),
     ({"head_dim": 7}, "head_dim"),
     ({"head_dim": 512}, "head_dim"),

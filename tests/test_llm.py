@@ -1,0 +1,157 @@
+"""LLM: the engine as a Python object; sync and async, lists and single prompts, streams, abort, shutdown."""
+
+import asyncio
+import threading
+import time
+
+import pytest
+
+import engines
+from nano_sgl import LLM, SamplingParams
+from nano_sgl.protocol import RequestError
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return engines.tiny_path(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def llm(path):
+    with LLM(str(path), max_total_tokens=2048) as made:
+        yield made
+        idle(made)
+
+
+def idle(llm):
+    """Wait until nothing runs, then audit."""
+    deadline = time.monotonic() + 20
+    while llm.engine.has_work or not llm._inbox.empty():
+        assert time.monotonic() < deadline, "work is left over"
+        time.sleep(0.01)
+    llm.engine.check()
+
+
+def test_one_prompt_gives_one_output_and_a_list_a_list(llm):
+    one = llm.generate("the cat", GREEDY)
+    assert len(one.output_ids) == 12 and one.finish_reason == "length" and one.prompt_ids == llm.tokenizer.encode("the cat")
+    assert llm.tokenizer.decode(one.output_ids, skip_special_tokens=True) == one.text
+    texts = [o.text for o in llm.generate(["the cat", "on"], GREEDY)]
+    assert texts == [one.text, llm.generate("on", GREEDY).text]
+    assert [o.text for o in llm.generate(["the cat"], GREEDY)] == [one.text]
+
+
+def test_ids_as_prompts(llm):
+    ids = llm.tokenizer.encode("the cat")
+    assert llm.generate(ids, GREEDY).output_ids == llm.generate([ids, ids], GREEDY)[1].output_ids == llm.generate("the cat", GREEDY).output_ids
+
+
+def test_params_for_each_as_dicts_and_defaults(llm):
+    outputs = llm.generate(["a", "b"], [dict(max_tokens=3, temperature=0, ignore_eos=True), SamplingParams(max_new_tokens=5, ignore_eos=True)])
+    assert [len(o.output_ids) for o in outputs] == [3, 5]
+    assert 1 <= len(llm.generate("a").output_ids) <= 128
+
+
+def test_n_samples_are_neighbours(llm):
+    outputs = llm.generate(["a", "b"], SamplingParams(n=2, seed=1, max_tokens=6, ignore_eos=True))
+    assert [o.index for o in outputs] == [0, 1, 0, 1] and outputs[0].text != outputs[1].text
+    assert [o.index for o in llm.generate("a", SamplingParams(n=3, max_tokens=1))] == [0, 1, 2]
+
+
+def test_chat_uses_the_template(llm):
+    messages = [{"role": "user", "content": "hi"}]
+    output = llm.chat(messages, GREEDY)
+    assert llm.tokenizer.decode(output.prompt_ids) == "<|user|>hi<|end|><|assistant|>"
+    assert [o.text for o in llm.chat([messages, messages], GREEDY)] == [output.text] * 2
+    assert "".join(o.text for o in llm.stream(messages, GREEDY)) == output.text
+
+
+def test_a_stream_has_the_same_text_in_pieces(llm):
+    whole = llm.generate("the cat", SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=1))
+    pieces = list(llm.stream("the cat", SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=1)))
+    assert "".join(p.text for p in pieces) == whole.text and sum((p.output_ids for p in pieces), []) == whole.output_ids
+    assert [p.token_id for piece in pieces for p in piece.logprobs] == whole.output_ids
+    assert [p.finish_reason for p in pieces] == [None] * (len(pieces) - 1) + ["length"]
+
+
+def test_a_closed_stream_aborts(llm):
+    pieces = llm.stream("a", SamplingParams(max_tokens=400, ignore_eos=True))
+    next(pieces)
+    pieces.close()
+    idle(llm)
+
+
+def test_async_twins(llm):
+    async def main():
+        one, many, answer = await asyncio.gather(llm.agenerate("the cat", GREEDY), llm.agenerate(["the cat", "on"], GREEDY),
+                                                 llm.achat([{"role": "user", "content": "hi"}], GREEDY))
+        text = "".join([o.text async for o in llm.astream("the cat", GREEDY)])
+        assert one.text == many[0].text == text and answer.finish_reason == "length"
+    asyncio.run(main())
+
+
+def test_a_cancelled_task_aborts(llm):
+    async def main():
+        task = asyncio.create_task(llm.agenerate(["a"] * 3, SamplingParams(max_tokens=400, ignore_eos=True)))
+        await asyncio.sleep(0.05)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    asyncio.run(main())
+    idle(llm)
+
+
+def test_calls_from_many_threads_share_the_engine(llm):
+    expected, got = llm.generate("the cat", GREEDY).text, []
+    threads = [threading.Thread(target=lambda: got.append(llm.generate("the cat", GREEDY).text)) for _ in range(8)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert got == [expected] * 8
+
+
+def test_cache_salt_keeps_prefixes_apart(llm):
+    ids = list(range(60, 160))
+    cached = [llm.generate(ids, GREEDY, cache_salt=salt).cached_tokens for salt in ("x", "y", None, "x")]
+    assert cached == [0, 0, 0, 99]
+
+
+@pytest.mark.parametrize("call, text", [
+    (lambda llm: llm.generate("a", SamplingParams(temperature=-1)), "temperature"), (lambda llm: llm.generate(""), "no tokens"),
+    (lambda llm: llm.generate(["a", "b"], [GREEDY]), "2 prompts"), (lambda llm: llm.generate("a", dict(tmperature=1)), "tmperature"),
+    (lambda llm: llm.generate([[1], [99999]]), "prompt"), (lambda llm: llm.generate("a " * 600), "tokens"),
+    (lambda llm: llm.generate("a", SamplingParams(regex="a+")), "regex"), (lambda llm: list(llm.stream("a", dict(n=0))), "n "),
+    (lambda llm: llm.chat([{"role": "robot", "content": "x"}]), "robot"), (lambda llm: llm.chat([]), "empty")])
+def test_bad_calls_are_refused_in_a_sentence(llm, call, text):
+    with pytest.raises(RequestError, match=text):
+        call(llm)
+    idle(llm)
+
+
+def test_an_empty_list_is_an_empty_list(llm):
+    assert llm.generate([]) == []
+
+
+def test_unknown_flags_are_named():
+    with pytest.raises(TypeError, match="max_seq_len"):
+        LLM("demo", max_seq_len=5)
+
+
+def test_after_shutdown_calls_say_so(path):
+    llm = LLM(str(path), max_total_tokens=512)
+    llm.shutdown()
+    llm.shutdown()
+    with pytest.raises(RuntimeError, match="ended"):
+        llm.generate("a")
+
+
+def test_the_engines_death_reaches_who_waits(path):
+    llm = LLM(str(path), max_total_tokens=512)
+    llm.engine.scheduler.next_batch = lambda: 1 / 0
+    with pytest.raises(RuntimeError, match="ended"):
+        llm.generate("a")
+    with pytest.raises(RuntimeError, match="ended"):
+        llm.generate("a")

@@ -1,0 +1,672 @@
+"""The server with an engine that has no model (fake_engine.py): formats, errors, streams, disconnects, processes.
+
+One server for the module; tests that kill something start their own.
+"""
+
+import concurrent.futures
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import msgspec
+import pytest
+
+from nano_sgl import api, server
+from nano_sgl.protocol import RequestError
+
+HERE = Path(__file__).parent
+CHAT = [{"role": "user", "content": "hi"}]
+
+
+class Served:
+    """A server process, and a client for it."""
+
+    def __init__(self, *flags: str):
+        env = {**os.environ, "PYTHONPATH": str(HERE.parent), "OMP_NUM_THREADS": "1"}
+        self.process = subprocess.Popen([sys.executable, str(HERE / "fake_engine.py"), "serve", "--port", "0", *flags],
+                                        stderr=subprocess.PIPE, text=True, env=env)
+        self.log = ""
+        while "curl" not in self.log:
+            line = self.process.stderr.readline()
+            assert line, f"the server ended: {self.log}"
+            self.log += line
+        self.url = re.search(r"http://\S+?:\d+", self.log)[0]
+        self.client = httpx.Client(base_url=self.url, timeout=30)
+
+    @property
+    def child(self) -> int:
+        """Process id of the engine process."""
+        out = subprocess.run(["ps", "-o", "pid=,args=", "--ppid", str(self.process.pid)], capture_output=True, text=True).stdout
+        return next(int(line.split()[0]) for line in out.splitlines() if "fake_engine.py child" in line)
+
+    @property
+    def directory(self) -> Path:
+        args = Path(f"/proc/{self.child}/cmdline").read_text().split("\0")
+        return Path(args[-2])
+
+    def stats(self) -> dict:
+        return self.client.get("/get_server_info").json()["stats"]
+
+    def post(self, path: str, **body) -> httpx.Response:
+        return self.client.post(path, json=body)
+
+    def events(self, path: str, **body) -> list:
+        """The events of a stream; [DONE] must be the last line, and is left out."""
+        response = self.post(path, stream=True, **body)
+        assert response.status_code == 200, response.text
+        assert response.headers["content-type"].startswith("text/event-stream")
+        return parse_events(response.text)
+
+    def alive(self) -> None:
+        """What every case of bad input asks for afterwards."""
+        assert self.client.get("/health").status_code == 200
+        answer = self.post("/v1/completions", prompt="hi", max_tokens=4, temperature=0)
+        assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == 4
+
+    def close(self) -> None:
+        self.client.close()
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGINT)
+            self.process.wait(20)
+        self.process.stderr.close()
+
+
+def parse_events(text: str) -> list:
+    lines = [line for line in text.split("\n\n") if line]
+    assert all(line.startswith("data: ") for line in lines), text
+    assert lines[-1] == "data: [DONE]", text
+    return [json.loads(line[6:]) for line in lines[:-1]]
+
+
+def wait_until(condition, seconds: float = 2.0) -> bool:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if condition():
+            return True
+        time.sleep(0.02)
+    return False
+
+
+@pytest.fixture(scope="module")
+def served():
+    server_process = Served()
+    yield server_process
+    server_process.close()
+
+
+def check_refused(response: httpx.Response, status: int = 400, param: str | None = None, names: str = "") -> dict:
+    """An error in OpenAI's shape; returns it."""
+    assert response.status_code == status, response.text
+    assert response.headers["content-type"] == "application/json"
+    error = response.json()["error"]
+    assert isinstance(error["message"], str) and error["message"] and isinstance(error["type"], str)
+    assert {"message", "type", "param", "code"} == set(error)
+    assert param is None or error["param"] == param, error
+    assert names in error["message"], error
+    return error
+
+
+# ------------------------------------------------------------------------------------------------------------------- plain answers
+
+def test_chat_answer_has_openais_shape(served):
+    body = served.post("/v1/chat/completions", model="fake", messages=CHAT, max_tokens=5).json()
+    assert body["object"] == "chat.completion" and body["model"] == "fake" and body["id"].startswith("chatcmpl-")
+    [choice] = body["choices"]
+    assert choice["index"] == 0 and choice["finish_reason"] == "length" and choice["logprobs"] is None
+    assert choice["message"]["role"] == "assistant" and choice["message"]["content"] == "abcde"
+    usage = body["usage"]
+    assert usage["prompt_tokens"] == len("user\nhi\nassistant\n") + 3 and usage["completion_tokens"] == 5
+    assert usage["total_tokens"] == usage["prompt_tokens"] + 5 and "cached_tokens" in usage["prompt_tokens_details"]
+
+
+def test_completion_defaults_to_16_tokens_and_chat_to_the_context(served):
+    assert served.post("/v1/completions", prompt="hi").json()["usage"]["completion_tokens"] == 16
+    usage = served.post("/v1/chat/completions", messages=CHAT).json()["usage"]
+    assert usage["total_tokens"] == 512
+    assert served.post("/v1/chat/completions", messages=CHAT, max_tokens=50, max_completion_tokens=3).json()["usage"]["completion_tokens"] == 3
+
+
+def test_recommended_sampling_values_are_the_default_of_openai_routes_only(served):
+    served.post("/v1/completions", prompt="hi")
+    assert served.stats()["last_params"]["temperature"] == 0.5
+    served.post("/v1/completions", prompt="hi", temperature=0.25)
+    assert served.stats()["last_params"]["temperature"] == 0.25
+    served.post("/generate", text="hi", sampling_params={"max_new_tokens": 1})
+    assert served.stats()["last_params"]["temperature"] == 1.0
+
+
+def test_cached_tokens_are_always_in_the_usage(served):
+    for expected in (0, 10):
+        usage = served.post("/v1/completions", prompt="seen twice!", max_tokens=1).json()["usage"]
+        assert usage["prompt_tokens_details"]["cached_tokens"] == expected
+
+
+def test_stop_string_ends_and_is_named(served):
+    choice = served.post("/v1/completions", prompt="hi", stop=["def"]).json()["choices"][0]
+    assert (choice["text"], choice["finish_reason"], choice["matched_stop"]) == ("abc", "stop", "def")
+    native = served.post("/generate", text="hi", sampling_params={"stop": "def"}).json()
+    assert native["text"] == "abc" and native["meta_info"]["finish_reason"] == {"type": "stop", "matched": "def"}
+
+
+def test_prompt_lists_times_n_keep_their_order(served):
+    body = served.post("/v1/completions", prompt=["one ", "two "], n=2, max_tokens=3, echo=True).json()
+    assert [c["index"] for c in body["choices"]] == [0, 1, 2, 3]
+    assert [c["text"] for c in body["choices"]] == ["one abc", "one bcd", "two abc", "two bcd"]
+    assert body["usage"]["prompt_tokens"] == 8 and body["usage"]["completion_tokens"] == 12
+    assert [c["text"] for c in served.post("/v1/completions", prompt=[[71, 72], [71]], max_tokens=2).json()["choices"]] == ["ab", "ab"]
+
+
+def test_completion_logprobs_with_echo_cover_the_prompt(served):
+    logprobs = served.post("/v1/completions", prompt="hey", max_tokens=2, echo=True, logprobs=2).json()["choices"][0]["logprobs"]
+    assert logprobs["tokens"] == ["h", "e", "y", "a", "b"] and logprobs["text_offset"] == [0, 1, 2, 3, 4]
+    assert logprobs["token_logprobs"] == [None, -1, -1, -0.5, -0.5] and logprobs["top_logprobs"][0] is None
+    assert logprobs["top_logprobs"][3] == {"a": -0.5, "B": -1.5}
+    plain = served.post("/v1/completions", prompt="hey", max_tokens=2, logprobs=0).json()["choices"][0]["logprobs"]
+    assert plain["tokens"] == ["a", "b"] and plain["top_logprobs"] == [None, None]
+    scored = served.post("/v1/completions", prompt="hey", max_tokens=0, echo=True, logprobs=0).json()
+    assert scored["choices"][0]["text"] == "hey" and scored["choices"][0]["logprobs"]["token_logprobs"] == [None, -1, -1]
+
+
+def test_text_offsets_point_into_the_text_when_a_character_has_several_tokens(served):
+    choice = served.post("/v1/completions", prompt="é🙂!", max_tokens=1, echo=True, logprobs=1).json()["choices"][0]
+    assert choice["text"] == "é🙂!a"
+    assert choice["logprobs"]["text_offset"] == [0, 0, 1, 1, 1, 1, 2, 3]
+    assert choice["logprobs"]["tokens"][:3] == ["\\xc3", "\\xa9", "\\xf0"] and choice["logprobs"]["tokens"][-2:] == ["!", "a"]
+
+
+def test_chat_logprobs(served):
+    body = served.post("/v1/chat/completions", messages=CHAT, max_tokens=3, logprobs=True, top_logprobs=2).json()
+    content = body["choices"][0]["logprobs"]["content"]
+    assert [e["token"] for e in content] == ["a", "b", "c"] and content[0]["bytes"] == [97] and content[0]["logprob"] == -0.5
+    assert [t["token"] for t in content[0]["top_logprobs"]] == ["a", "B"]
+    alone = served.post("/v1/chat/completions", messages=CHAT, max_tokens=3, logprobs=True).json()["choices"][0]["logprobs"]["content"]
+    assert len(alone) == 3 and alone[0]["top_logprobs"] == []
+
+
+def test_generate_speaks_sglangs_format(served):
+    body = served.post("/generate", text="hi", rid="mine", sampling_params={"max_new_tokens": 3}, return_logprob=True, logprob_start_len=0,
+                       top_logprobs_num=1, return_text_in_logprobs=True).json()
+    assert body["text"] == "abc" and len(body["output_ids"]) == 3
+    meta = body["meta_info"]
+    assert meta["id"] == "mine" and meta["finish_reason"] == {"type": "length", "length": 3}
+    assert (meta["prompt_tokens"], meta["completion_tokens"]) == (2, 3) and meta["e2e_latency"] > 0 and "cached_tokens" in meta
+    assert [e[2] for e in meta["input_token_logprobs"]] == ["h", "i"] and meta["input_token_logprobs"][0][0] is None
+    assert [e[0] for e in meta["output_token_logprobs"]] == [-0.5] * 3 and meta["output_top_logprobs"][0][0][0] == -0.5
+    bare = served.post("/generate", text="hi", sampling_params={"max_new_tokens": 3}, return_logprob=True).json()["meta_info"]
+    assert bare["output_token_logprobs"][0][2] is None and bare["input_token_logprobs"] == []
+
+
+def test_generate_takes_lists_with_one_value_for_all_or_one_each(served):
+    body = served.post("/generate", text=["hi", "ho"], sampling_params=[{"max_new_tokens": 1}, {"max_new_tokens": 2}], rid=["x", "y"],
+                       return_logprob=[True, False]).json()
+    assert [b["text"] for b in body] == ["a", "ab"] and [b["meta_info"]["id"] for b in body] == ["x", "y"]
+    assert ["output_token_logprobs" in b["meta_info"] for b in body] == [True, False]
+    assert len(served.post("/generate", input_ids=[71, 72], sampling_params={"n": 2, "max_new_tokens": 1}).json()) == 2
+    assert served.post("/generate", input_ids=[71, 72], sampling_params={"max_new_tokens": 1}).json()["meta_info"]["prompt_tokens"] == 2
+    check_refused(served.post("/generate", text=["a", "b"], rid=["x"]), param="rid")
+    check_refused(served.post("/generate", text="a", input_ids=[1]))
+    check_refused(served.post("/generate"))
+    check_refused(served.post("/generate", text="a", sampling_params={"max_tokns": 1}), param="max_tokns")
+    check_refused(served.post("/generate", text="a", sampling_params={"logprobs": 1}), names="return_logprob")
+    check_refused(served.post("/generate", text="a", sampling_params={"temperature": -1}), param="temperature")
+
+
+def test_scheduling_fields_reach_the_engine(served):
+    served.post("/v1/completions", prompt="hi", priority=7, routing_key="k", cache_salt="s", extra_key="x")
+    got = served.stats()["last_params"]
+    assert got["priority"] == 7 and got["routing_key"] == "k" and got["namespace"] == "s\0x"
+    check_refused(served.post("/v1/completions", prompt="hi", cache_salt="a\0b"), param="cache_salt")
+
+
+# ----------------------------------------------------------------------------------------------------------------------- streams
+
+def test_F169_usage_comes_in_a_chunk_of_its_own_before_done(served, api_case):
+    """F169"""
+    events = served.events("/v1/chat/completions", messages=CHAT, max_tokens=6, stream_options={"include_usage": True})
+    usage = events[-1]["usage"]
+    assert events[-1]["choices"] == [] and usage["prompt_tokens"] + usage["completion_tokens"] == usage["total_tokens"]
+    assert all(e["usage"] is None for e in events[:-1])
+    assert all("usage" not in e for e in served.events("/v1/chat/completions", messages=CHAT, max_tokens=6))
+    continuous = served.events("/v1/completions", prompt="hi", max_tokens=3,
+                               stream_options={"include_usage": True, "continuous_usage_stats": True})
+    assert [e["usage"]["completion_tokens"] for e in continuous] == [1, 2, 3, 3]
+
+
+def test_F171_each_of_n_choices_has_its_role_its_end_and_its_index(served):
+    """F171"""
+    events = served.events("/v1/chat/completions", messages=CHAT, max_tokens=12, n=3)
+    choices = [c for e in events for c in e["choices"]]
+    assert {c["index"] for c in choices} == {0, 1, 2}
+    for index in range(3):
+        mine = [c for c in choices if c["index"] == index]
+        assert mine[0]["delta"]["role"] == "assistant" and all("role" not in c["delta"] for c in mine[1:])
+        assert [c["finish_reason"] for c in mine].count("length") == 1 and mine[-1]["finish_reason"] == "length"
+        assert "".join(c["delta"].get("content", "") for c in mine) == "abcdefghijklmn"[index:index + 12]
+
+
+@pytest.mark.parametrize("path, body", [
+    ("/v1/completions", {"prompt": "hi", "max_tokens": 9, "stop": ["gh"], "echo": True, "logprobs": 2}),
+    ("/v1/completions", {"prompt": ["hi", "ho"], "max_tokens": 4, "n": 2}),
+    ("/v1/completions", {"prompt": "hi", "max_tokens": 0, "echo": True}),
+    ("/v1/chat/completions", {"messages": CHAT, "max_tokens": 7, "logprobs": True, "top_logprobs": 1}),
+    ("/v1/chat/completions", {"messages": CHAT, "max_tokens": 0}),
+])
+def test_streamed_and_plain_answers_say_the_same(served, path, body):
+    plain = served.post(path, **body).json()
+    events = served.events(path, stream_options={"include_usage": True}, **body)
+    choices = [c for e in events for c in e["choices"]]
+    for choice in plain["choices"]:
+        mine = [c for c in choices if c["index"] == choice["index"]]
+        text = choice["text"] if "text" in choice else choice["message"]["content"]
+        assert "".join(c.get("text") or c.get("delta", {}).get("content", "") for c in mine) == text
+        assert mine[-1]["finish_reason"] == choice["finish_reason"] and mine[-1]["matched_stop"] == choice["matched_stop"]
+        for key in choice["logprobs"] or ():
+            if key != "refusal":
+                assert [x for c in mine if c["logprobs"] for x in c["logprobs"][key]] == choice["logprobs"][key]
+    for key in ("prompt_tokens", "completion_tokens"):
+        assert events[-1]["usage"][key] == plain["usage"][key]
+
+
+def test_native_stream_is_cumulative(served):
+    events = served.events("/generate", text="hi", sampling_params={"max_new_tokens": 3})
+    assert [e["text"] for e in events] == ["a", "ab", "abc"] and "index" not in events[0]
+    assert [e["meta_info"]["finish_reason"] is None for e in events] == [True, True, False]
+    many = served.events("/generate", text=["hi", "ho"], sampling_params={"max_new_tokens": 3})
+    assert {e["index"] for e in many} == {0, 1}
+
+
+def test_a_stream_that_fails_says_so_and_hurts_nobody_else(served):
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        other = pool.submit(served.events, "/v1/completions", prompt="other SLOW", max_tokens=40)
+        text = served.post("/v1/completions", prompt="FAIL", max_tokens=9, stream=True).text
+        pieces = [json.loads(line[6:]) for line in text.split("\n\n") if line]
+        assert "".join(p["choices"][0]["text"] for p in pieces[:-1]) == "abc"
+        assert pieces[-1]["error"]["message"] == "the fake engine failed on this request" and "[DONE]" not in text
+        assert len(other.result()) == 40
+    check_refused(served.post("/v1/completions", prompt="REJECT"), param="prompt", names="no room")
+
+
+def test_a_step_that_raises_costs_its_requests_only(served):
+    response = served.post("/v1/completions", prompt="RAISE", max_tokens=9, stream=True)
+    assert "a bug in step" in response.text and "[DONE]" not in response.text
+    check_refused(served.post("/v1/completions", prompt="BROKEN"), status=500)
+    served.alive()
+
+
+# --------------------------------------------------------------------------------------------------------------------- bad input
+
+def test_F173_a_bad_request_for_a_stream_is_answered_400(served, api_case):
+    """F173: the status comes before the stream, also where only the engine knows."""
+    response = served.client.post("/v1/chat/completions", json={**api_case("F173")["request"]["body"], "model": "fake"})
+    check_refused(response, param="max_tokens")
+    check_refused(served.post("/v1/completions", prompt="REJECT", stream=True), param="prompt")
+    check_refused(served.post("/v1/completions", prompt=["hi", "REJECT"], stream=True), param="prompt")
+    assert wait_until(lambda: served.stats()["running"] == 0), "of a call that is refused nothing may stay"
+
+
+def test_F177_counts_are_checked_before_anything_is_built(served, api_case):
+    """F177"""
+    start = time.monotonic()
+    check_refused(served.client.post("/v1/completions", json={**api_case("F177")["request"]["body"], "model": "fake"}), param="n")
+    assert time.monotonic() - start < 2
+    check_refused(served.post("/v1/completions", prompt="hi", best_of=1000000), param="best_of")
+    start = time.monotonic()
+    check_refused(served.post("/v1/completions", prompt=["hi"] * 100000), param="prompt", names="1024")
+    assert time.monotonic() - start < 5
+    check_refused(served.post("/v1/completions", prompt=["hi"] * 1000, n=100, max_tokens=1), param="n", names="4096")
+    served.alive()
+
+
+def test_F183_token_ids_outside_the_vocabulary_are_refused(served):
+    """F183"""
+    vocab = served.client.get("/get_model_info").json()["vocab_size"]
+    for prompt in ([-1], [vocab], [1, 2.5], ["a", 1], [[1], [99999999]], [1, [2]], [True], [[]], [], [None], {}, 5, [[1, "a"]]):
+        check_refused(served.post("/v1/completions", prompt=prompt, max_tokens=2), param="prompt")
+    assert served.post("/v1/completions", prompt=[33, 28], max_tokens=2).json()["usage"]["prompt_tokens"] == 2
+    served.alive()
+
+
+def test_F187_unusual_message_lists(served):
+    """F187"""
+    for messages in ([], "hi", [5], [{"content": "x"}], [{"role": "user"}], [{"role": "wizard", "content": "x"}],
+                     [{"role": "user", "content": None}], [{"role": "user", "content": [{"type": "text"}]}],
+                     [{"role": "user", "content": "x", "tool_calls": []}], [{"role": ["user"], "content": "x"}], {}, 1):
+        check_refused(served.post("/v1/chat/completions", messages=messages), param="messages")
+    check_refused(served.post("/v1/chat/completions", messages=None), param="messages")
+    check_refused(served.post("/v1/chat/completions"), param="messages")
+    for role in ("assistant", "system", "developer"):
+        assert served.post("/v1/chat/completions", messages=[{"role": role, "content": "x"}], max_tokens=1).status_code == 200
+    served.alive()
+
+
+def test_content_parts_are_joined_and_images_refused_by_name(served):
+    parts = [{"type": "text", "text": "What is "}, {"type": "text", "text": "this?"}]
+    joined = served.post("/v1/chat/completions", messages=[{"role": "user", "content": parts}], max_tokens=1).json()["usage"]
+    assert joined["prompt_tokens"] == len("user\nWhat is this?\nassistant\n") + 3
+    image = {"type": "image_url", "image_url": {"url": "http://example.com/cat.png"}}
+    check_refused(served.post("/v1/chat/completions", messages=[{"role": "user", "content": [image]}]), param="messages", names="image_url")
+
+
+def test_F191_errors_have_the_outer_object_and_name_the_field(served, api_case):
+    """F191"""
+    check_refused(served.client.post("/v1/chat/completions", json={**api_case("F191")["request"]["body"], "model": "fake"}), param="temperature")
+    check_refused(served.client.get("/v1/nothing"), status=404)
+    refused = served.client.get("/v1/chat/completions")
+    check_refused(refused, status=405)
+    assert refused.headers["allow"] == "POST"
+
+
+def test_F193_models_are_listed_and_others_refused(served, api_case):
+    """F193: a missing model is the one that is served."""
+    response = served.client.post("/v1/chat/completions", json=api_case("F193")["request"]["body"])
+    check_refused(response, status=404, param="model", names="'fake'")
+    assert [m["id"] for m in served.client.get("/v1/models").json()["data"]] == ["fake"]
+    assert served.client.get("/v1/models/fake").json()["id"] == "fake"
+    check_refused(served.client.get("/v1/models/org/other"), status=404, param="model")
+
+
+def test_F207_seeds(served, api_case):
+    """F207"""
+    for seed in (1.5, "1", True, [1]):
+        check_refused(served.post("/v1/completions", prompt="hi", seed=seed), param="seed")
+    for seed in (18446744073709551616, -1, 2**63, 2**200, 0):
+        assert served.post("/v1/completions", prompt="hi", max_tokens=3, seed=seed).status_code == 200
+    served.alive()
+
+
+def test_F201_a_hopeless_prompt_is_refused_before_it_is_tokenised_and_nobody_waits(served):
+    """F201"""
+    words = "word " * 1_000_000
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        stream = pool.submit(time_gaps, served.url)
+        big = pool.submit(served.post, "/v1/chat/completions", messages=[{"role": "user", "content": words}], max_tokens=2)
+        for _ in range(10):
+            start = time.monotonic()
+            assert served.client.get("/health").status_code == 200 and time.monotonic() - start < 1
+        check_refused(big.result(), param="prompt", names="characters")
+        assert max(stream.result()) < 2
+    served.alive()
+
+
+def time_gaps(url: str) -> list[float]:
+    """Seconds between the events of a slow stream."""
+    times = []
+    with httpx.stream("POST", url + "/v1/completions", json={"prompt": "SLOW", "max_tokens": 60, "stream": True}, timeout=30) as response:
+        for line in response.iter_lines():
+            times.append(time.monotonic())
+    return [b - a for a, b in zip(times, times[1:])]
+
+
+def test_unknown_and_unsupported_fields_are_refused_by_name(served):
+    for path, body in (("/v1/completions", {"prompt": "hi"}), ("/v1/chat/completions", {"messages": CHAT})):
+        for name in ("nonsense", "prompt_logprobs", "max_new_tokens", "tools", "response_format", "suffix", "chat_template", "regex"):
+            check_refused(served.post(path, **body, **{name: {"type": "json_object"} if name == "response_format" else "x"}), param=name, names=name)
+        check_refused(served.post(path, **body, temprature=1), names="temperature")
+        check_refused(served.post(path, **body, stream_options={"include_usage": True}), param="stream_options")
+        check_refused(served.post(path, **body, stream=True, stream_options={"nonsense": 1}), param="stream_options")
+        neutral = {"tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "best_of": 1, "suffix": None, "logit_bias": None}
+        assert served.post(path, **body, max_tokens=1, **neutral, **dict.fromkeys(api.NO_EFFECT, "x")).status_code == 200
+    check_refused(served.post("/v1/chat/completions", messages=CHAT, echo=True), param="echo")
+    check_refused(served.post("/v1/chat/completions", messages=CHAT, top_logprobs=2), param="top_logprobs")
+    check_refused(served.post("/v1/chat/completions", messages=CHAT, logprobs=True, top_logprobs=21), param="top_logprobs")
+    check_refused(served.post("/v1/chat/completions", messages=CHAT, max_completion_tokens=-1), param="max_completion_tokens")
+    check_refused(served.post("/v1/chat/completions", messages=CHAT, chat_template_kwargs={"messages": []}), param="chat_template_kwargs")
+    check_refused(served.post("/generate", text="hi", image_data="x"), param="image_data")
+
+
+@pytest.mark.parametrize("name", ["temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"])
+@pytest.mark.parametrize("value", ["NaN", "Infinity", "1e999"])
+def test_numbers_that_are_none_are_refused_by_name(served, name, value):
+    for path, raw in (("/v1/completions", f'{{"prompt":"hi","max_tokens":4,"{name}":{value}}}'),
+                      ("/generate", f'{{"text":"hi","sampling_params":{{"{name}":{value}}}}}')):
+        response = served.client.post(path, content=raw, headers={"content-type": "application/json"})
+        check_refused(response, names=name)
+
+
+@pytest.mark.parametrize("raw", [b"", b"{", b"[]", b"null", b'"x"', b'{"prompt": "hi"', b'{"prompt": "\xff"}', b'{"prompt": "\\ud800"}',
+                                 b'{"prompt": "hi"} x', b'{"prompt": ' + b"[" * 100_000, b'{"x": ' + b"[" * 5000 + b"]" * 5000 + b"}",
+                                 b'{"seed": ' + b"9" * 100_000 + b"}", b"\x00\x01", b"{'prompt': 'hi'}"])
+def test_bodies_that_are_not_json_objects_are_refused(served, raw):
+    check_refused(served.client.post("/v1/completions", content=raw, headers={"content-type": "application/json"}))
+
+
+def test_content_type_must_be_json(served):
+    for kind in ("text/plain", "application/x-www-form-urlencoded", ""):
+        check_refused(served.client.post("/v1/completions", content=b'{"prompt": "hi"}', headers={"content-type": kind}), names="application/json")
+    good = served.client.post("/v1/completions", content=b'{"prompt": "hi"}', headers={"content-type": "Application/JSON; charset=utf-8"})
+    assert good.status_code == 200
+
+
+def test_a_body_over_8_mib_is_refused_before_it_has_arrived(served):
+    check_refused(served.client.post("/v1/completions", json={"prompt": "x" * (9 << 20)}), status=413)
+    host, port = served.url.removeprefix("http://").split(":")
+    for head in (b"Content-Length: 1000000000", b"Transfer-Encoding: chunked"):
+        with socket.create_connection((host, int(port)), timeout=10) as sock:
+            sock.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n" + head + b"\r\n\r\n")
+            if b"chunked" in head:
+                sock.settimeout(10)
+                with contextlib.suppress(OSError):
+                    for _ in range(300):  # 9.4 MiB
+                        sock.sendall(b"8000\r\n" + b"x" * 0x8000 + b"\r\n")
+            assert sock.recv(4096).startswith(b"HTTP/1.1 413")
+    just_fits = served.client.post("/v1/completions", json={"prompt": "x" * ((8 << 20) - 100)})
+    check_refused(just_fits, param="prompt")
+    served.alive()
+
+
+def test_a_chat_template_from_the_request_is_refused(served, api_case):
+    """F205: by name, in either place."""
+    body = {**api_case("F205")["request"]["body"], "model": "fake"}
+    check_refused(served.client.post("/v1/chat/completions", json=body), param="chat_template")
+    del body["chat_template"]
+    check_refused(served.client.post("/v1/chat/completions", json=body), param="chat_template_kwargs", names="chat_template")
+
+
+def test_two_requests_cannot_share_an_id(served):
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        first = pool.submit(served.post, "/generate", text="SLOW", rid="same", sampling_params={"max_new_tokens": 50})
+        assert wait_until(lambda: served.stats()["running"] == 1)
+        check_refused(served.post("/generate", text="hi", rid="same"), param="rid")
+        assert first.result().status_code == 200
+    assert served.post("/generate", text="hi", rid="same").status_code == 200
+    check_refused(served.post("/generate", text=["a", "b"], rid=["x", "x"]), param="rid")
+
+
+# -------------------------------------------------------------------------------------------------------------------- disconnects
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_aborts_its_request(served, stream):
+    """F023, F025: streamed or plain, before or after the first token."""
+    for prompt in ("MUTE", "SLOW"):
+        before = served.stats()["aborted"]
+        with socket.create_connection(served.url.removeprefix("http://").split(":")) as sock:
+            body = json.dumps({"prompt": prompt, "max_tokens": 400, "n": 3, "stream": stream}).encode()
+            sock.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+            assert wait_until(lambda: served.stats()["running"] == 3)
+            if stream and prompt == "SLOW":
+                assert sock.recv(100).startswith(b"HTTP/1.1 200")
+        assert wait_until(lambda: served.stats()["running"] == 0)
+        assert served.stats()["aborted"] - before == 3
+
+
+def test_a_finished_request_is_not_aborted(served):
+    before = served.stats()["aborted"]
+    served.post("/v1/completions", prompt="hi")
+    served.events("/v1/completions", prompt="hi", max_tokens=3)
+    assert served.stats()["aborted"] == before
+
+
+def test_twenty_clients_leave_in_the_middle_of_their_streams(served):
+    """F023"""
+    for _ in range(20):
+        with httpx.stream("POST", served.url + "/v1/completions", json={"prompt": "SLOW", "max_tokens": 400, "stream": True}) as response:
+            lines = response.iter_lines()
+            for _ in range(3):
+                next(lines)
+    assert wait_until(lambda: served.stats()["running"] == 0)
+    served.alive()
+
+
+def test_a_body_that_breaks_off_leaves_nothing(served):
+    with socket.create_connection(served.url.removeprefix("http://").split(":")) as sock:
+        sock.sendall(b'POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n{"prompt": ')
+    served.alive()
+
+
+# ------------------------------------------------------------------------------------------------------------- info and processes
+
+def test_info_routes(served):
+    info = served.client.get("/get_model_info").json()
+    assert info == served.client.get("/model_info").json()
+    assert info["model_path"] == "fake" and info["is_generation"] is True and info["context_length"] == 512
+    for path in ("/get_server_info", "/server_info"):
+        body = served.client.get(path).json()
+        assert body["stats"]["running"] == 0 and body["model"] == "fake" and body["log_level"] == "info"
+
+
+def test_flush_cache_refuses_while_requests_run(served):
+    for method in (served.client.get, served.client.post):
+        assert method("/flush_cache").status_code == 200
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        running = pool.submit(served.post, "/v1/completions", prompt="SLOW", max_tokens=30)
+        assert wait_until(lambda: served.stats()["running"] == 1)
+        check_refused(served.client.post("/flush_cache"))
+        running.result()
+
+
+def test_log_says_how_to_ask_and_has_a_line_while_serving():
+    own = Served("--served-model-name", "org/name")
+    try:
+        command = re.search(r"curl .*", own.log)[0]
+        assert '"model": "org/name"' in command
+        import shlex
+        out = subprocess.run(shlex.split(command.replace("curl", "curl -s")), capture_output=True, text=True)
+        assert json.loads(out.stdout)["choices"][0]["message"]["content"].startswith("abc")
+        own.post("/v1/completions", model="org/name", prompt="SLOW", max_tokens=80)
+    finally:
+        own.process.send_signal(signal.SIGTERM)
+        log = own.process.communicate(timeout=20)[1]
+        own.client.close()
+    assert re.search(r"running 1, queued 0 \| \d+ tok/s out, \d+ tok/s computed \| prefix hits \d+% \| KV 5% in use, 5% cached", log), log
+    assert own.process.returncode == 0
+
+
+def test_a_signal_ends_everything_and_leaves_nothing_behind():
+    for number in (signal.SIGINT, signal.SIGTERM):
+        own = Served()
+        child, directory = own.child, own.directory
+        assert directory.stat().st_mode & 0o777 == 0o700
+        own.process.send_signal(number)
+        assert own.process.wait(20) == 0
+        assert not directory.exists() and not Path(f"/proc/{child}").exists()
+        own.close()
+
+
+def test_a_signal_lets_open_calls_finish():
+    own = Served()
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(own.post, "/v1/completions", prompt="SLOW", max_tokens=60)
+        assert wait_until(lambda: own.stats()["running"] == 1)
+        own.process.send_signal(signal.SIGTERM)
+        assert answer.result().json()["usage"]["completion_tokens"] == 60
+        assert own.process.wait(20) == 0
+    own.close()
+
+
+def test_a_second_signal_does_not_wait():
+    own = Served()
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(own.post, "/v1/completions", prompt="MUTE")
+        assert wait_until(lambda: own.stats()["running"] == 1)
+        own.process.send_signal(signal.SIGINT)
+        time.sleep(0.3)
+        own.process.send_signal(signal.SIGINT)
+        check_refused(answer.result(), status=503)
+        assert own.process.wait(4) == 0
+    own.close()
+
+
+def test_the_child_goes_with_a_parent_that_is_killed():
+    own = Served()
+    child, directory = own.child, own.directory
+    own.process.kill()
+    assert wait_until(lambda: not Path(f"/proc/{child}").exists(), 5) and not directory.exists()
+    own.close()
+
+
+def test_a_child_that_dies_gives_every_call_an_error_and_turns_health_red():
+    own = Served()
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        streamed = pool.submit(own.post, "/v1/completions", prompt="SLOW one", max_tokens=400, stream=True)
+        plain = pool.submit(own.post, "/v1/completions", prompt="SLOW two", max_tokens=400)
+        assert wait_until(lambda: own.stats()["running"] == 2)
+        check_refused(own.post("/v1/completions", prompt="CRASH"), status=503, names="ended")
+        check_refused(plain.result(), status=503)
+        assert '"error"' in streamed.result().text
+    check_refused(own.client.get("/health"), status=503, names="exit code 3")
+    check_refused(own.post("/v1/completions", prompt="hi"), status=503)
+    assert own.client.get("/v1/nothing").status_code == 404
+    own.close()
+    assert own.process.returncode == 0
+
+
+def test_an_engine_whose_books_are_wrong_does_not_go_on():
+    own = Served()
+    assert "error" in own.post("/v1/completions", prompt="RAISE BAD").text
+    assert wait_until(lambda: own.client.get("/health").status_code == 503)
+    own.close()
+
+
+def test_a_port_in_use_is_refused_with_a_sentence():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        done = subprocess.run([sys.executable, "-m", "nano_sgl.server", "--port", str(port)], capture_output=True, text=True, cwd=HERE.parent)
+    assert done.returncode == 1 and f"cannot listen on 127.0.0.1:{port}: another server is running there" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_bad_flag_of_the_http_side_is_refused_at_once():
+    done = subprocess.run([sys.executable, "-m", "nano_sgl.server", "--port", "high"], capture_output=True, text=True, cwd=HERE.parent)
+    assert done.returncode == 2 and "--port" in done.stderr
+
+
+def test_a_chat_template_that_is_none_ends_the_start(tmp_path):
+    (tmp_path / "t.jinja").write_text("{% for %}")
+    env = {**os.environ, "PYTHONPATH": str(HERE.parent)}
+    for file, words in ((tmp_path / "t.jinja", "not valid Jinja"), (tmp_path / "none", "No such file")):
+        done = subprocess.run([sys.executable, str(HERE / "fake_engine.py"), "serve", "--port", "0", "--chat-template", str(file)],
+                              capture_output=True, text=True, env=env, timeout=60)
+        assert done.returncode == 1 and words in done.stderr, done.stderr
+
+
+def test_the_http_process_needs_no_torch():
+    code = "import sys, nano_sgl.server; assert not {'torch', 'transformers'} & set(sys.modules), 'heavy imports'"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=HERE.parent)
+
+
+# --------------------------------------------------------------------------------------------------------------------- small parts
+
+def test_every_flag_has_a_help_text_and_a_reader():
+    source = (HERE.parent / "nano_sgl" / "server.py").read_text()
+    for f in msgspec.inspect.type_info(server.ServerConfig).fields:
+        assert f"config.{f.name}" in source or f"args.{f.name}" in source, f"{f.name} is read nowhere"
+
+
+def test_tables_do_not_overlap():
+    assert not set(api.NO_EFFECT) & set(api.NOT_USED)
+    for kind in (api.ChatBody, api.CompletionBody, api.GenerateBody):
+        assert not set(kind.__struct_fields__) & (set(api.NO_EFFECT) | set(api.NOT_USED))
+
+
+def test_a_json_error_names_what_it_can():
+    for raw, words in ((b'{"a": "\\ud800"}', "a: a text holds half"), (b'{"sampling_params": {"b": NaN}}', "b: nan"), (b"{", "not valid JSON")):
+        with pytest.raises(RequestError, match=words):
+            api.read_json(raw)

@@ -1,0 +1,105 @@
+"""The house rules that a machine can hold: who imports whom, essays, docstrings, seams, and which modules need no torch."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "nano_sgl"
+MODULES = sorted(p.stem for p in PACKAGE.glob("*.py"))
+LEVELS = {  # imports point down: a module may import those of lower levels that are named for it
+    "protocol": set(), "radix": set(), "weights": set(), "kernels": set(),
+    "memory": {"kernels"}, "sampling": {"kernels", "protocol"}, "chat": {"protocol"},
+    "model": {"kernels", "memory", "weights"}, "scheduler": {"radix", "memory", "protocol"},
+    "engine": {"protocol", "radix", "weights", "kernels", "memory", "sampling", "model", "scheduler", "chat"},
+    "api": {"protocol", "chat"}, "server": set(MODULES) - {"__init__", "__main__", "server"},
+    "__init__": set(),
+}
+TORCH_FREE = ["protocol", "radix", "chat", "api"]
+MAX_LINE, MAX_FILE, MAX_FUNCTION = 150, 800, 80
+
+
+def tree(module):
+    return ast.parse((PACKAGE / f"{module}.py").read_text())
+
+
+def own_imports(module):
+    """Modules of the package that a module imports, wherever the statement stands."""
+    found = set()
+    for node in ast.walk(tree(module)):
+        if isinstance(node, ast.ImportFrom) and node.level == 1:
+            found |= {node.module} if node.module else {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "nano_sgl":
+            found.add(node.module.removeprefix("nano_sgl").strip(".") or "__init__")
+        elif isinstance(node, ast.Import):
+            found |= {alias.name.split(".")[1] for alias in node.names if alias.name.startswith("nano_sgl.")}
+    return {name.split(".")[0] for name in found}
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_imports_point_down_and_stand_at_the_top(module):
+    assert module in LEVELS, "a new module needs its line in the table"
+    assert own_imports(module) <= LEVELS[module]
+    for node in ast.walk(tree(module)):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            inner = [n for n in ast.walk(node) if isinstance(n, ast.ImportFrom) and n.level]
+            assert not inner, f"{module}.{node.name} imports our own module inside a function: a cycle in hiding"
+        assert not (isinstance(node, ast.Name) and node.id == "TYPE_CHECKING"), "imports for type checkers only hide cycles"
+
+
+def test_the_table_has_no_cycle():
+    done = set()
+    while rest := {m for m in LEVELS if m not in done}:
+        ready = {m for m in rest if LEVELS[m] <= done | {m}}
+        assert ready, f"a cycle among {rest}"
+        done |= ready
+
+
+@pytest.mark.parametrize("module", [m for m in MODULES if m != "__init__"])
+def test_a_module_opens_with_an_essay_and_ends_with_a_demo(module):
+    source = (PACKAGE / f"{module}.py").read_text()
+    essay = ast.get_docstring(ast.parse(source)) or ""
+    assert len(essay.splitlines()) >= 12, "an essay says the problem, the picture, the invariant, the cost"
+    assert '__name__ == "__main__"' in source
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_public_names_have_docstrings_and_nothing_is_too_long(module):
+    source = (PACKAGE / f"{module}.py").read_text()
+    assert len(source.splitlines()) <= MAX_FILE, "a file this long is two mechanisms"
+    assert not [n for n, line in enumerate(source.splitlines(), 1) if len(line) > MAX_LINE]
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            assert node.end_lineno - node.lineno <= MAX_FUNCTION, f"{node.name} does not fit a screen"
+    for node in ast.parse(source).body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_"):
+            assert ast.get_docstring(node), f"{module}.{node.name} says nothing of itself"
+
+
+@pytest.mark.parametrize("module", TORCH_FREE)
+def test_torch_free_modules_import_with_torch_blocked(module):
+    block = "import sys; sys.modules['torch'] = None; sys.modules['transformers'] = None; "
+    done = subprocess.run([sys.executable, "-c", f"{block} import nano_sgl.{module}"], capture_output=True, text=True, cwd=PACKAGE.parent)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_package_itself_costs_no_torch():
+    code = "import sys, nano_sgl; assert 'torch' not in sys.modules; from nano_sgl import SamplingParams; assert 'torch' not in sys.modules"
+    assert subprocess.run([sys.executable, "-c", code], cwd=PACKAGE.parent).returncode == 0
+
+
+def test_every_name_the_package_promises_exists():
+    import nano_sgl
+    assert all(getattr(nano_sgl, name) for name in nano_sgl.__all__)
+    with pytest.raises(AttributeError, match="no attribute"):
+        nano_sgl.nothing
+
+
+def test_no_test_is_skipped_and_no_mark_of_unfinished_work_is_left():
+    marks = ["TO" + "DO", "FIX" + "ME", "X" + "XX", "pytest." + "skip", "mark." + "skip", "x" + "fail", "import" + "orskip", "pragma: " + "no cover"]
+    for file in [*PACKAGE.glob("*"), *Path(__file__).parent.glob("*.py"), *PACKAGE.parent.glob("bench/*.py")]:
+        if file.is_file():
+            text = file.read_text()
+            assert not [m for m in marks if m in text], file
