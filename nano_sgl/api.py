@@ -34,7 +34,7 @@ from typing import Any
 
 import msgspec
 
-from .chat import ChatTemplate, Codec, Message, read_messages
+from .chat import CHATML, ChatTemplate, Codec, Message, byte_tokenizer, read_messages
 from .protocol import ALIASES, RANGES, Chunk, Logprob, Ready, Request, RequestError, SamplingParams, convert, refusal, show
 
 MAX_PROMPTS = 1024          # in one call
@@ -66,6 +66,7 @@ LOGPROB_FIELDS = {"logprobs", "prompt_logprobs", "logprob_start_len"}
 # ---------------------------------------------------------------------------------------------------------------- bodies: JSON -> Call
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
+    """include_usage: a last chunk with the usage and no choices. continuous_usage_stats: the usage so far in every chunk."""
     include_usage: bool = False
     continuous_usage_stats: bool = False
 
@@ -82,6 +83,7 @@ class Body(msgspec.Struct, kw_only=True):
 
 
 class ChatBody(Body, kw_only=True):
+    """POST /v1/chat/completions."""
     messages: list[Message]
     stream_options: StreamOptions | None = None
     max_completion_tokens: int | None = None
@@ -93,6 +95,7 @@ class ChatBody(Body, kw_only=True):
 
 
 class CompletionBody(Body, kw_only=True):
+    """POST /v1/completions. prompt: a text, the ids of one, or a list of either."""
     prompt: str | list[str | int | list[int]]
     stream_options: StreamOptions | None = None
     echo: bool = False
@@ -100,6 +103,7 @@ class CompletionBody(Body, kw_only=True):
 
 
 class GenerateBody(Body, kw_only=True):
+    """POST /generate, SGLang's own route. Lists hold one entry a prompt."""
     text: str | list[str] | None = None
     input_ids: list[int | list[int]] | None = None
     sampling_params: dict[str, Any] | list[dict[str, Any]] = {}
@@ -173,6 +177,7 @@ def _is_used(name: str, value: Any) -> bool:
 
 @dataclass(frozen=True)
 class Prompt:
+    """A prompt, tokenised."""
     ids: list[int]
     text: str | None = None  # None: it was given as ids
 
@@ -421,6 +426,7 @@ class Answer:
 
 
 class ChatAnswer(Answer):
+    """OpenAI's chat: a message, or deltas of one; the role comes first, the end in a chunk of its own."""
     object = "chat.completion"
 
     def events(self, choice: Choice, chunk: Chunk) -> list:
@@ -448,6 +454,7 @@ class ChatAnswer(Answer):
 
 
 class CompletionAnswer(Answer):
+    """OpenAI's legacy completions: plain text, the prompt in front of it on request, logprobs in parallel lists."""
     object = "text_completion"
 
     def events(self, choice: Choice, chunk: Chunk) -> list:
@@ -518,3 +525,30 @@ class GenerateAnswer(Answer):
 
     def _tops(self, entries: list[Logprob]) -> list[list[tuple] | None]:
         return [[self._token(*top) for top in e.top] if e.logprob is not None else None for e in entries]
+
+
+def _demo() -> None:
+    """One body, the requests it becomes, and what three chunks of the engine become."""
+    ready = Ready(model="demo", path="", vocab_size=258, context_len=512, max_total_tokens=512, end_ids=[257], chat_template=CHATML,
+                  tokenizer_json=byte_tokenizer().to_str(), special_tokens={}, generation_defaults={"temperature": 0.6}, config={})
+    reader = Reader(ready, "demo")
+    body = b'{"messages": [{"role": "user", "content": "hi"}], "max_tokens": 9, "n": 2, "stream": true, "stop": "!"}'
+    call = reader.chat(body)
+    print(body.decode())
+    for request in call.requests:
+        print(f"  -> {request.rid[-6:]}: {len(request.prompt_ids)} ids, index {request.index}, {request.params}")
+    first, second = (r.rid for r in call.requests)
+    for chunk in (Chunk(rid=first, text="Hey", output_ids=[39, 68, 88]), Chunk(rid=second, text="Yo", output_ids=[56, 78]),
+                  Chunk(rid=first, output_ids=[0], finish_reason="stop", stop_reason="!")):
+        for event in call.answer.add(chunk):
+            print(f"  <- {msgspec.json.encode(event['choices'][0]).decode()}")
+    print(f"  usage so far: {call.answer.usage()}")
+    for wrong in (b'{"messages": []}', b'{"messages": "hi"}', b'{"temprature": 1, "messages": [{"role": "user", "content": "hi"}]}', b'{"top_p": NaN}'):
+        try:
+            reader.chat(wrong)
+        except RequestError as error:
+            print(f"{wrong.decode()}\n  <- {error.status} {error.param}: {error}")
+
+
+if __name__ == "__main__":
+    _demo()

@@ -632,16 +632,16 @@ def _silu_mul_kernel(gate_up, out, size, gate_stride, BLOCK: tl.constexpr):
 
 
 @jit
-def _attend_columns(acc, best, total, q, cols, base, bits, k_cache, v_cache, table_row, cache_stride, lo, hi, scale, softcap, head_dim,
-                    WINDOW: tl.constexpr, TREE: tl.constexpr, SOFTCAP: tl.constexpr, MASK: tl.constexpr, BLOCK_N: tl.constexpr,
-                    BLOCK_D: tl.constexpr):
+def _attend_columns(acc, best, total, q, cols, base, bits, k_cache, v_cache, table_row, cache_stride, lo, hi, scale, softcap,
+                    WINDOW: tl.constexpr, TREE: tl.constexpr, SOFTCAP: tl.constexpr, MASK: tl.constexpr, HEAD_DIM: tl.constexpr,
+                    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
     """Online softmax of a query tile over columns lo..hi-1, continuing (acc, best, total); scores are in powers of two."""
     d = tl.arange(0, BLOCK_D)
     for start in range(lo, hi, BLOCK_N):
         column = start + tl.arange(0, BLOCK_N)
         inside = column < hi
         slot = tl.load(table_row + column, inside, 0).to(tl.int64)
-        k = tl.load(k_cache + slot[None, :] * cache_stride + d[:, None], inside[None, :] & (d < head_dim)[:, None], 0.0)
+        k = tl.load(k_cache + slot[None, :] * cache_stride + d[:, None], inside[None, :] & (d < HEAD_DIM)[:, None], 0.0)
         scores = tl.dot(q, k, input_precision="ieee") * scale  # [BLOCK_M, BLOCK_N] fp32
         if SOFTCAP:  # tanh through exp2; scale has log2(e) in it, so has softcap
             scores = softcap * (1.0 - 2.0 / (1.0 + tl.exp2(scores * (2.0 * 1.4426950408889634) / softcap)))
@@ -658,7 +658,7 @@ def _attend_columns(acc, best, total, q, cols, base, bits, k_cache, v_cache, tab
         safe = tl.where(new_best == float("-inf"), 0.0, new_best)  # a row that has seen nothing yet: -inf - -inf would be NaN
         p = tl.exp2(scores - safe[:, None])
         shrink = tl.exp2(best - safe)
-        v = tl.load(v_cache + slot[:, None] * cache_stride + d[None, :], inside[:, None] & (d < head_dim)[None, :], 0.0)
+        v = tl.load(v_cache + slot[:, None] * cache_stride + d[None, :], inside[:, None] & (d < HEAD_DIM)[None, :], 0.0)
         acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
         total = total * shrink + _sum(p, 1)
         best = new_best
@@ -667,9 +667,9 @@ def _attend_columns(acc, best, total, q, cols, base, bits, k_cache, v_cache, tab
 
 @jit
 def _attend_kernel(q, k_cache, v_cache, table, cols, base, bits, sinks, items, item_count, out, part, part_lse, scale, softcap,
-                   q_stride, q_head_stride, cache_stride, cache_head_stride, table_stride, kv_heads, head_dim,
+                   q_stride, q_head_stride, cache_stride, cache_head_stride, table_stride, kv_heads,
                    GROUP: tl.constexpr, WINDOW: tl.constexpr, TREE: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
-                   BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
+                   HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
     """Every program takes work units (item, kv head) in turn until the list, whose length only the device knows, is done.
 
     A tile's row m is query token q_start + m // GROUP, head kv_head * GROUP + m % GROUP: GROUP need not be a power of two.
@@ -684,7 +684,7 @@ def _attend_kernel(q, k_cache, v_cache, table, cols, base, bits, sinks, items, i
         real = m < q_len * GROUP
         token = (q_start + m // GROUP).to(tl.int64)
         head = kv_head * GROUP + m % GROUP
-        q_mask = real[:, None] & (d < head_dim)[None, :]
+        q_mask = real[:, None] & (d < HEAD_DIM)[None, :]
         tile = tl.load(q + token[:, None] * q_stride + head[:, None] * q_head_stride + d[None, :], q_mask, 0.0)
         col = tl.load(cols + token, real, -1)
         low = tl.load(cols + token, real, 2147483647)
@@ -704,9 +704,9 @@ def _attend_kernel(q, k_cache, v_cache, table, cols, base, bits, sinks, items, i
         best, total = tl.full((BLOCK_M,), float("-inf"), tl.float32), tl.full((BLOCK_M,), 0.0, tl.float32)
         k_head, v_head = k_cache + kv_head * cache_head_stride, v_cache + kv_head * cache_head_stride
         acc, best, total = _attend_columns(acc, best, total, tile, col, tree_base, tree_bits, k_head, v_head, table_row, cache_stride, lo, clear,
-                                           scale, softcap, head_dim, WINDOW, TREE, SOFTCAP, False, BLOCK_N, BLOCK_D)
+                                           scale, softcap, WINDOW, TREE, SOFTCAP, False, HEAD_DIM, BLOCK_N, BLOCK_D)
         acc, best, total = _attend_columns(acc, best, total, tile, col, tree_base, tree_bits, k_head, v_head, table_row, cache_stride, clear, hi,
-                                           scale, softcap, head_dim, WINDOW, TREE, SOFTCAP, True, BLOCK_N, BLOCK_D)
+                                           scale, softcap, WINDOW, TREE, SOFTCAP, True, HEAD_DIM, BLOCK_N, BLOCK_D)
         if SINKS:
             if out_start < 0:
                 sink = tl.load(sinks + head, real, 0.0).to(tl.float32) * 1.4426950408889634
@@ -714,10 +714,10 @@ def _attend_kernel(q, k_cache, v_cache, table, cols, base, bits, sinks, items, i
         total = tl.where(total == 0.0, 1.0, total)  # nothing seen: 0 / 1, and a log-sum-exp of -inf
         acc = acc / total[:, None]
         if out_start < 0:
-            tl.store(out + (token * heads + head)[:, None] * head_dim + d[None, :], acc, q_mask)
+            tl.store(out + (token * heads + head)[:, None] * HEAD_DIM + d[None, :], acc, q_mask)
         else:
             to = (out_start + m // GROUP).to(tl.int64) * heads + head
-            tl.store(part + to[:, None] * head_dim + d[None, :], acc, q_mask)
+            tl.store(part + to[:, None] * HEAD_DIM + d[None, :], acc, q_mask)
             tl.store(part_lse + to, best + tl.log2(total), real)
 
 
@@ -849,7 +849,7 @@ class TritonAttention:
         _attend_kernel[(grid,)](
             q, k_cache, v_cache, ctx.table, ctx.cols, ctx.base, ctx.bits, sinks, ctx.items, ctx.count, out, ctx.part, ctx.part_lse,
             scale * LOG2E, softcap * LOG2E, q.stride(0), q.stride(1), k_cache.stride(0), k_cache.stride(1), ctx.table.stride(0), self.kv_heads,
-            dim, self.group, window, ctx.base is not None, bool(softcap), sinks is not None, tile, BLOCK_D=block_d,
+            self.group, window, ctx.base is not None, bool(softcap), sinks is not None, dim, tile, BLOCK_D=block_d,
             **attend_config(tile, block_d, q.element_size(), torch.version.hip is not None))
         if ctx.plan.partials:
             _merge_kernel[(tokens, _cdiv(heads, 8))](ctx.part, ctx.part_lse, ctx.segment, ctx.seg_first, ctx.shifts, sinks, out, heads, dim,

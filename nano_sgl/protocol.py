@@ -138,19 +138,20 @@ class SamplingParams(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_f
 
     def __post_init__(self) -> None:
         """Fold aliases and seeds. Runs after every construction: by call, from JSON, from msgpack, by replace."""
+        write = msgspec.structs.force_setattr       # the struct is frozen from here on
+        write(self, "seed", _fold(self.seed))
+        write(self, "sampling_seed", _fold(self.sampling_seed))
         for alias, name in ALIASES.items():
-            given = getattr(self, alias)
+            given, old = getattr(self, alias), getattr(self, name)
             if given is not UNSET:
-                old = getattr(self, name)
-                if old not in (UNSET, given) and not (name == "seed" and (old is None or old == _fold(given))):
+                if old not in (UNSET, given) and not (name == "seed" and old is None):
                     raise RequestError(f"{name} and {alias} are two names for one thing; got {show(old)} and {show(given)}, "
                                        "give one of them", name)
-                msgspec.structs.force_setattr(self, name, given)
-                msgspec.structs.force_setattr(self, alias, UNSET)
+                write(self, name, given)
+                write(self, alias, UNSET)
         for name, default in (("max_tokens", 128), ("min_tokens", 0)):
             if getattr(self, name) is UNSET:
-                msgspec.structs.force_setattr(self, name, default)
-        msgspec.structs.force_setattr(self, "seed", _fold(self.seed))
+                write(self, name, default)
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> SamplingParams:
@@ -201,6 +202,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_f
 
 
 class Request(msgspec.Struct, kw_only=True, tag=True):
+    """One sample of one prompt (server -> engine): a call with n samples becomes n of these."""
+
     rid: str
     prompt_ids: list[int]
     params: SamplingParams
@@ -225,12 +228,15 @@ class Request(msgspec.Struct, kw_only=True, tag=True):
                           f"at most the prompt's length, which is {len(self.prompt_ids)}")
         check_range("priority", self.priority)
         check_range("index", self.index)
-        for name in ("rid", "namespace", "routing_key"):
-            if getattr(self, name) is not None:
-                _verify_text(name, getattr(self, name))
+        _verify_text("rid", self.rid)
+        _verify_text("namespace", self.namespace)
+        if self.routing_key is not None:
+            _verify_text("routing_key", self.routing_key)
 
 
 class Logprob(msgspec.Struct, array_like=True):
+    """The model's log-probability of a token, and of the most likely ones at its place, best first."""
+
     token_id: int
     logprob: float | None                 # None for the first prompt token
     top: list[tuple[int, float]] = []

@@ -187,7 +187,7 @@ class Tree:
         while node.end > start:
             parts.append(node.slots)
             node = node.parent
-        return np.concatenate(parts[::-1])[start - node.end :] if parts else np.empty(0, np.int32)
+        return join(parts[::-1])[start - node.end :]
 
     # -- locking --
 
@@ -372,7 +372,7 @@ class Tree:
                 self._remove(node)
                 if freed >= tokens:
                     break
-        return np.concatenate(parts) if parts else np.empty(0, np.int32)
+        return join(parts)
 
     def remove_step(self, step: int) -> np.ndarray:
         """Takes back the nodes of a launch that failed and all that hangs below them, whoever put it there; their slots, int32.
@@ -387,10 +387,9 @@ class Tree:
                 if node.locks:
                     raise RuntimeError(f"step {step} cannot be taken back: {node} is locked")
                 doomed[node] = None
-        parts = [node.slots for node in doomed]
         for node in reversed(doomed):
             self._remove(node)
-        return np.concatenate(parts) if parts else np.empty(0, np.int32)
+        return join([node.slots for node in doomed])
 
     def reset(self) -> np.ndarray:
         """Empties the tree; all its slots, int32. Raises, and changes nothing, while a request holds a lock."""
@@ -399,8 +398,10 @@ class Tree:
         nodes = list(self.walk())
         for node in nodes:
             node.parent = None
+        for root in self.roots.values():
+            root.children = {}  # somebody may keep it as a handle
         self._clear()
-        return np.concatenate([node.slots for node in nodes]) if nodes else np.empty(0, np.int32)
+        return join([node.slots for node in nodes])
 
     def _remove(self, leaf: Node) -> None:
         parent = leaf.parent
@@ -445,15 +446,15 @@ class Tree:
 
     def check(self) -> None:
         """Audits every counter and link of tree and eviction order; raises AssertionError that names the node at fault."""
-        nodes, owner = list(self.walk()), {}
+        nodes = list(self.walk())
         for namespace, root in self.roots.items():
             empty = root.parent is None and (root.key, root.start, root.end, root.locks, root.holds) == (b"", 0, 0, 0, 0)
             assert empty and root.children and root.namespace == namespace, f"the root of {namespace!r} is not one: {root}"
         for node in nodes:
             self._check_node(node, node.parent)
-            for slot in node.slots.tolist():
-                assert slot not in owner, f"slot {slot} is in {node} and in {owner[slot]}"
-                owner[slot] = node
+        slots, counts = np.unique(join([node.slots for node in nodes]), return_counts=True)
+        for slot in slots[counts > 1]:
+            raise AssertionError(f"slot {slot} is in {[node for node in nodes if slot in node.slots]}")
         evictable = sum(node.end - node.start for node in nodes if not node.locks)
         protected = sum(node.end - node.start for node in nodes if node.locks)
         assert evictable == self.evictable, f"evictable is {self.evictable}, the nodes say {evictable}"
@@ -474,6 +475,11 @@ class Tree:
         assert node.holds >= 0 and node.hits >= 1, f"{node}: {node.holds} handles, {node.hits} hits"
         assert node.priority <= parent.priority, f"{node}: priority {node.priority} is above its parent's {parent.priority}"
         assert node.born <= self.clock and node.used <= self.clock, f"{node}: born or used in the future"
+
+
+def join(parts: list[np.ndarray]) -> np.ndarray:
+    """Slots of several nodes in a fresh int32 array."""
+    return np.concatenate(parts) if parts else np.empty(0, np.int32)
 
 
 def key_bytes(key: Key) -> bytes:

@@ -103,7 +103,8 @@ class EngineProcess:
         self._asked = 0
 
     async def start(self) -> None:
-        self._directory = tempfile.mkdtemp(prefix="nano_sgl-")  # mode 0700
+        long = len(tempfile.gettempdir()) > 60  # a socket's path ends at about 100 characters
+        self._directory = tempfile.mkdtemp(prefix="nano_sgl-", dir="/tmp" if long else None)  # mode 0700
         self._context = zmq.asyncio.Context()
         self._commands = zmq.Context.shadow(self._context.underlying).socket(zmq.PUSH)
         self._events = self._context.socket(zmq.PULL)
@@ -171,6 +172,7 @@ class EngineProcess:
             self._send([Abort(sorted(unfinished))])
 
     def fail_all(self, message: str) -> None:
+        """Every open call ends with this error."""
         for stream in set(self._streams.values()):
             stream.put(Rejected(rid=next(iter(stream.rids)), message=message, status=503))
         for reply in self._replies.values():
@@ -198,11 +200,13 @@ class EngineProcess:
     async def _watch(self) -> None:
         """A child that ends, ends its calls. (Starting another belongs here.)"""
         self.exit_code = await self._process.wait()
-        if self.state != "stopping":
-            self.state, self.why = "dead", f"the engine process has ended (exit code {self.exit_code}); restart the server"
-            log.error(self.why)
-            self.fail_all(self.why)
-            self.settled.set()
+        if self.state == "stopping":
+            return
+        how = "did not start" if self.state == "starting" else "has died"
+        self.state, self.why = "dead", f"the engine process {how} (exit code {self.exit_code}); restart the server"
+        log.error(self.why)
+        self.fail_all(self.why)
+        self.settled.set()
 
 
 class Stream:
@@ -332,6 +336,7 @@ class EventStream(Response):
 
 
 def sse(event: Any) -> bytes:
+    """One server-sent event."""
     return b"data: " + msgspec.json.encode(event) + b"\n\n"
 
 
@@ -355,6 +360,8 @@ async def read_body(request: fastapi.Request) -> bytes:
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise RequestError(f"the content type is {kind or 'missing'}; send JSON with 'Content-Type: application/json'")
+    if request.headers.get("content-encoding", "identity") != "identity":
+        raise RequestError(f"the content encoding {request.headers['content-encoding']} is not supported; send the JSON as it is")
     too_large = RequestError(f"the body is larger than {MAX_BODY_BYTES >> 20} MiB", status=413)
     length = request.headers.get("content-length", "0")
     if length.isdecimal() and int(length) > MAX_BODY_BYTES:
@@ -369,25 +376,88 @@ async def read_body(request: fastapi.Request) -> bytes:
 
 
 def to_json(value: Any, status: int = 200) -> Response:
+    """A JSON response; numbers that JSON lacks become null."""
     return Response(msgspec.json.encode(value), status, media_type="application/json")
 
 
 def error_json(error: RequestError) -> dict:
+    """An error in OpenAI's shape."""
     kind = ERROR_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "internal_server_error")
     return {"error": {"message": error.message, "type": kind, "param": error.param, "code": error.status}}
 
 
 def create_app(service: Service) -> fastapi.FastAPI:
     """The routes. The app starts the engine's process with its lifespan, and ends it."""
-    engine = service.engine
 
     @contextlib.asynccontextmanager
     async def lifespan(app: fastapi.FastAPI):
-        await engine.start()
+        await service.engine.start()
         yield
-        await engine.stop()
+        await service.engine.stop()
 
     app = fastapi.FastAPI(title="nano_sgl", version=nano_sgl.__version__, lifespan=lifespan)
+    add_error_handlers(app)
+    add_info_routes(app, service)
+
+    @app.post("/v1/chat/completions")
+    async def chat_completions(request: fastapi.Request) -> Response:
+        return await service.serve(request, Reader.chat)
+
+    @app.post("/v1/completions")
+    async def completions(request: fastapi.Request) -> Response:
+        return await service.serve(request, Reader.completion)
+
+    @app.post("/generate")
+    async def generate(request: fastapi.Request) -> Response:
+        return await service.serve(request, Reader.generate)
+
+    @app.api_route("/flush_cache", methods=["GET", "POST"])
+    async def flush_cache() -> Response:
+        service.ready_reader()
+        if not await service.engine.ask("flush_cache"):
+            raise RequestError("the cache is in use: requests are running or waiting; try again when the server is idle")
+        return to_json({"message": "the cache is empty"})
+
+    return app
+
+
+def add_info_routes(app: fastapi.FastAPI, service: Service) -> None:
+    """What one may ask about the server; all but /health need a loaded model to answer."""
+    engine = service.engine
+
+    @app.get("/health")
+    async def health() -> Response:
+        service.ready_reader()
+        return to_json({"status": "ok"})
+
+    @app.get("/v1/models")
+    async def models() -> Response:
+        return to_json({"object": "list", "data": [service.ready_reader().model_card()]})
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> Response:
+        reader = service.ready_reader()
+        reader.check_model(name)
+        return to_json(reader.model_card())
+
+    @app.get("/get_model_info")
+    @app.get("/model_info")
+    async def model_info() -> Response:
+        reader, info = service.ready_reader(), engine.info
+        return to_json({"model_path": info.model, "tokenizer_path": info.path, "served_model_name": reader.model, "is_generation": True,
+                        "context_length": info.context_len, "max_total_tokens": info.max_total_tokens, "vocab_size": info.vocab_size,
+                        "eos_token_ids": info.end_ids, "default_sampling_params": info.generation_defaults,
+                        "has_chat_template": reader.template is not None})
+
+    @app.get("/get_server_info")
+    @app.get("/server_info")
+    async def server_info() -> Response:
+        service.ready_reader()
+        return to_json({"version": nano_sgl.__version__, **engine.info.config, **asdict(service.config), "stats": await engine.ask("stats")})
+
+
+def add_error_handlers(app: fastapi.FastAPI) -> None:
+    """Whatever goes wrong is answered in OpenAI's shape."""
 
     @app.exception_handler(RequestError)
     async def refused(request: fastapi.Request, error: RequestError) -> Response:
@@ -408,57 +478,6 @@ def create_app(service: Service) -> fastapi.FastAPI:
     @app.exception_handler(ClientDisconnect)
     async def left(request: fastapi.Request, error: Exception) -> Response:
         return Response(status_code=CLIENT_GONE)
-
-    @app.post("/v1/chat/completions")
-    async def chat_completions(request: fastapi.Request) -> Response:
-        return await service.serve(request, Reader.chat)
-
-    @app.post("/v1/completions")
-    async def completions(request: fastapi.Request) -> Response:
-        return await service.serve(request, Reader.completion)
-
-    @app.post("/generate")
-    async def generate(request: fastapi.Request) -> Response:
-        return await service.serve(request, Reader.generate)
-
-    @app.get("/v1/models")
-    async def models() -> Response:
-        return to_json({"object": "list", "data": [service.ready_reader().model_card()]})
-
-    @app.get("/v1/models/{name:path}")
-    async def model(name: str) -> Response:
-        reader = service.ready_reader()
-        reader.check_model(name)
-        return to_json(reader.model_card())
-
-    @app.get("/health")
-    async def health() -> Response:
-        service.ready_reader()
-        return to_json({"status": "ok"})
-
-    @app.get("/get_model_info")
-    @app.get("/model_info")
-    async def model_info() -> Response:
-        reader, info = service.ready_reader(), engine.info
-        return to_json({"model_path": info.model, "tokenizer_path": info.path, "served_model_name": reader.model, "is_generation": True,
-                        "context_length": info.context_len, "max_total_tokens": info.max_total_tokens, "vocab_size": info.vocab_size,
-                        "eos_token_ids": info.end_ids, "default_sampling_params": info.generation_defaults,
-                        "has_chat_template": reader.template is not None})
-
-    @app.get("/get_server_info")
-    @app.get("/server_info")
-    async def server_info() -> Response:
-        service.ready_reader()
-        return to_json({"version": nano_sgl.__version__, **engine.info.config, **asdict(service.config), "stats": await engine.ask("stats")})
-
-    @app.api_route("/flush_cache", methods=["GET", "POST"])
-    async def flush_cache() -> Response:
-        service.ready_reader()
-        if not await engine.ask("flush_cache"):
-            raise RequestError("the cache is in use: requests are running or waiting; try again when the server is idle")
-        return to_json({"message": "the cache is empty"})
-
-    return app
 
 
 # ------------------------------------------------------------------------------------------------------------------ the engine process
@@ -608,6 +627,7 @@ def add_flags(parser: argparse.ArgumentParser, config: type) -> None:
 
 
 def pick(config: type, args: argparse.Namespace) -> Any:
+    """The dataclass that `add_flags` made flags of, out of what was parsed."""
     return config(**{f.name: getattr(args, f.name) for f in fields(config)})
 
 
@@ -623,6 +643,7 @@ def child_main(argv: list[str]) -> int:
 
 
 def set_up_logging(level: str) -> None:
+    """Our own lines from `level` on, everybody else's warnings."""
     logging.basicConfig(level=logging.WARNING, format="[%(asctime)s] %(message)s", datefmt="%H:%M:%S")
     log.setLevel(level.upper())
 
@@ -646,7 +667,7 @@ class HTTPServer(uvicorn.Server):
 
     def __init__(self, settings: uvicorn.Config, engine: EngineProcess):
         super().__init__(settings)
-        self.engine = engine
+        self.engine, self.exit_code = engine, 0
 
     @contextlib.contextmanager
     def capture_signals(self):
@@ -669,32 +690,33 @@ async def serve(config: ServerConfig, sock: socket.socket, command: Sequence[str
                               timeout_graceful_shutdown=int(DRAIN_S) + 2)
     server = HTTPServer(settings, service.engine)
     host, port = sock.getsockname()[:2]
-    announcing = asyncio.create_task(announce(service, f"http://{f'[{host}]' if ':' in host else host}:{port}"))
-    announcing.add_done_callback(lambda task: task.cancelled() or task.result() == 0 or server.leave())
+    starting = asyncio.create_task(announce(service, server, f"http://{f'[{host}]' if ':' in host else host}:{port}"))
     await server.serve(sockets=[sock])
-    announcing.cancel()
-    return 0 if service.reader is not None or announcing.cancelled() or not announcing.done() else announcing.result()
+    starting.cancel()
+    return server.exit_code
 
 
-async def announce(service: Service, url: str) -> int:
-    """Say when the server can be used, and how. Returns an exit code: not 0 where the engine did not start."""
+async def announce(service: Service, server: HTTPServer, url: str) -> None:
+    """Say when the server can be used, and how; end it where the engine does not start."""
     start = time.monotonic()
     log.info("listening on %s; loading the model", url)
     try:
         await service.prepare()
-    except (ValueError, OSError) as error:
-        log.error("cannot start: %s", error)
-        return 1
+    except Exception as error:
+        log.error("cannot start: %s", error, exc_info=not isinstance(error, (ValueError, OSError)))
+        server.exit_code, server.should_exit = 1, True
+        return
     if service.reader is None:
-        return service.engine.exit_code or 1
+        server.exit_code, server.should_exit = service.engine.exit_code or 1, True
+        return
     body = f'{{"model": "{service.reader.model}", "messages": [{{"role": "user", "content": "What is the capital of France?"}}]}}'
     log.info("ready after %.1f s: %s, context %d tokens, room for %d tokens of KV. Try:\n\n  curl %s/v1/chat/completions "
              "-H 'Content-Type: application/json' -d '%s'\n", time.monotonic() - start, service.reader.model,
              service.engine.info.context_len, service.engine.info.max_total_tokens, url, body)
-    return 0
 
 
 def main(argv: list[str] | None = None) -> int:
+    """The command line. Returns the exit code."""
     argv = sys.argv[1:] if argv is None else argv
     module = [sys.executable, "-m", "nano_sgl.server"]
     if argv[:1] == ["--engine-child"]:

@@ -9,7 +9,6 @@ BROKEN (`add` raises something else), SLOW (20 ms a token), MUTE (never says any
 
 import argparse
 import asyncio
-import logging
 import os
 import sys
 import time
@@ -17,23 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
 from nano_sgl import server
+from nano_sgl.chat import CHATML, byte_tokenizer
 from nano_sgl.protocol import Chunk, Logprob, Request, RequestError
 
-CHATML = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-          "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
 CONTEXT = 512
-
-
-def byte_tokenizer() -> Tokenizer:
-    """Ids 0..255 are the bytes in the order of GPT-2's alphabet, 256 and 257 two control tokens."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={c: n for n, c in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>"])
-    return tokenizer
 
 
 @dataclass(frozen=True)
@@ -58,14 +45,17 @@ class Script:
         ids = engine.codec.encode(text).ids[:count]
         cut = at if stops else count
         self.pieces = [(i, text[n] if n < cut else "") for n, i in enumerate(ids)]
-        self.seen = 0
+        self.seen = self.sent = 0
         self.cached = len(request.prompt_ids) - 1 if (request.namespace, tuple(request.prompt_ids)) in engine.seen else 0
         engine.seen.add((request.namespace, tuple(request.prompt_ids)))
 
     def next(self) -> Chunk | None:
-        p, first = self.request.params, self.seen == 0
-        todo = self.pieces[self.seen:] if not self.request.stream else self.pieces[self.seen:self.seen + 1]
-        self.seen += len(todo)
+        """One more token; a request that is not streamed gets one chunk, at its end."""
+        self.seen = min(self.seen + 1, len(self.pieces))
+        if not self.request.stream and self.seen < len(self.pieces):
+            return None
+        p, first, todo = self.request.params, self.sent == 0, self.pieces[self.sent:self.seen]
+        self.sent = self.seen
         chunk = Chunk(rid=self.request.rid, text="".join(t for _, t in todo), output_ids=[i for i, _ in todo], cached_tokens=self.cached)
         if p.logprobs is not None:
             chunk.logprobs = [Logprob(i, -0.5, [(i, -0.5), (33, -1.5), (34, -2.5)][:p.logprobs]) for i, _ in todo]
@@ -118,11 +108,12 @@ class FakeEngine:
                 raise RuntimeError("a bug in step")
             if script.seen == 3 and "FAIL" in script.prompt:
                 chunks.append(Chunk(rid=rid, finish_reason="error", error="the fake engine failed on this request"))
-            elif "MUTE" not in script.prompt:
-                chunks.append(script.next())
-                self.counts["output_tokens"] += len(chunks[-1].output_ids)
-            if chunks and chunks[-1].finish_reason:
-                self.scripts.pop(chunks[-1].rid, None)
+            elif "MUTE" not in script.prompt and (chunk := script.next()) is not None:
+                chunks.append(chunk)
+                self.counts["output_tokens"] += len(chunk.output_ids)
+        for chunk in chunks:
+            if chunk.finish_reason:
+                del self.scripts[chunk.rid]
         return chunks
 
     def flush_cache(self) -> bool:
@@ -139,6 +130,7 @@ class FakeEngine:
 
 def main() -> int:
     if sys.argv[1] == "child":
+        server.set_up_logging("info")
         return server.engine_main(sys.argv[2], FakeEngine)
     parser = argparse.ArgumentParser()
     server.add_flags(parser, server.ServerConfig)
@@ -148,5 +140,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    logging.basicConfig()
     sys.exit(main())

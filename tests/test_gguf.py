@@ -1,5 +1,6 @@
-"""GGUF files, written with gguf's own writer from tiny checkpoints, against `transformers` on the values that the file really holds."""
+"""GGUF files, written with gguf's own writer from tiny checkpoints, against `transformers` on the values they really hold."""
 
+import json
 import math
 import os
 import random
@@ -7,21 +8,24 @@ import struct
 import subprocess
 import sys
 import textwrap
+import unicodedata
 from pathlib import Path
 
 import gguf
 import numpy as np
 import pytest
+import regex
 import tiny
 import torch
 import transformers
 from test_model import ROPE, close, whole
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from nano_sgl import model, weights
 from nano_sgl.weights import ModelError
 
 Q = gguf.GGMLQuantizationType
-WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}  # rows of whole K-quant blocks
+WIDE = {"hidden_size": 256, "intermediate_size": 512}  # rows of whole K-quant blocks
 NAMES = {ours: theirs for theirs, ours in weights.GGUF_NAMES.items()}
 
 
@@ -64,18 +68,19 @@ def random_blocks(kind: Q, shape: tuple[int, int], rng: np.random.Generator) -> 
     return blocks.reshape(shape[0], -1)
 
 
-def write(file: Path, path: Path, kind: Q = Q.F32, *, arch: str | None = None, metadata: dict | None = None, tokenizer: dict | None = None,
-          drop=(), tensors: dict | None = None) -> dict[str, torch.Tensor]:
-    """Write the checkpoint at `path` as GGUF. Returns what the file holds, under `transformers`' names and in its order of rows."""
+def write(file: Path, path: Path, kind: Q = Q.F32, *, arch: str | None = None, metadata: dict | None = None,
+          tokenizer: dict | None = None, drop=(), tensors: dict | None = None) -> dict[str, torch.Tensor]:
+    """Write the checkpoint at `path` as GGUF. Returns what the file then holds, under `transformers`' names, rows in its order."""
     hf = transformers.AutoConfig.from_pretrained(path)
     net, rng, held = tiny.reference(path), np.random.default_rng(0), {}
     arch = arch or hf.model_type
     heads = {"q_proj": hf.num_attention_heads, "k_proj": hf.num_key_value_heads} if arch == "llama" else {}
     head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
     writer = gguf.GGUFWriter(file, arch)
-    stated = {"block_count": hf.num_hidden_layers, "context_length": hf.max_position_embeddings, "embedding_length": hf.hidden_size,
-              "feed_forward_length": hf.intermediate_size, "attention.head_count": hf.num_attention_heads,
-              "attention.head_count_kv": hf.num_key_value_heads, "attention.key_length": head_dim, "attention.value_length": head_dim,
+    stated = {"block_count": hf.num_hidden_layers, "context_length": hf.max_position_embeddings,
+              "embedding_length": hf.hidden_size, "feed_forward_length": hf.intermediate_size,
+              "attention.head_count": hf.num_attention_heads, "attention.head_count_kv": hf.num_key_value_heads,
+              "attention.key_length": head_dim, "attention.value_length": head_dim,
               "attention.layer_norm_rms_epsilon": hf.rms_norm_eps, "rope.freq_base": hf.rope_parameters["rope_theta"],
               "rope.dimension_count": head_dim, "vocab_size": hf.vocab_size}
     for key, value in (stated | (metadata or {})).items():
@@ -127,7 +132,10 @@ def logits_of(path: Path, held: dict[str, torch.Tensor], ids: list[int], dtype: 
 # ---- weights
 
 
-@pytest.mark.parametrize("kind", [Q.F32, Q.F16, Q.BF16, Q.Q8_0, Q.Q4_0, Q.Q4_1, Q.Q5_0, Q.Q5_1, Q.Q4_K, Q.Q5_K, Q.Q6_K], ids=lambda k: k.name)
+KINDS = [Q.F32, Q.F16, Q.BF16, Q.Q8_0, Q.Q4_0, Q.Q4_1, Q.Q5_0, Q.Q5_1, Q.Q4_K, Q.Q5_K, Q.Q6_K]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 def test_every_block_type_of_a_llama(kind, tmp_path):
     path = tiny.checkpoint(tmp_path / "hf", **WIDE)
     held = write(tmp_path / "m.gguf", path, kind)
@@ -186,13 +194,13 @@ def test_a_mixture_of_types_and_bounded_pieces(tmp_path, monkeypatch):
 
 def llama3_divisors(rope: dict, dim: int) -> list[float]:
     """As llama.cpp's converter computes rope_freqs.weight."""
-    out = []
+    out, factor = [], rope["factor"]
     low, high = (rope["original_max_position_embeddings"] / rope[f"{end}_freq_factor"] for end in ("low", "high"))
     for frequency in 1.0 / rope["rope_theta"] ** (torch.arange(0, dim, 2).float() / dim):
         wavelength = 2 * math.pi / float(frequency)
         smooth = (rope["original_max_position_embeddings"] / wavelength - rope["low_freq_factor"]) / (
             rope["high_freq_factor"] - rope["low_freq_factor"])
-        out.append(1.0 if wavelength < high else rope["factor"] if wavelength > low else 1 / ((1 - smooth) / rope["factor"] + smooth))
+        out.append(1.0 if wavelength < high else factor if wavelength > low else 1 / ((1 - smooth) / factor + smooth))
     return out
 
 
@@ -243,8 +251,8 @@ def test_a_full_disk_leaves_nothing(tmp_path, cache):
         except weights.ModelError as error:
             print(error)
     """
-    result = subprocess.run([sys.executable, "-c", textwrap.dedent(code), str(tmp_path / "m.gguf")], capture_output=True, text=True,
-                            cwd=Path(__file__).parent.parent)
+    command = [sys.executable, "-c", textwrap.dedent(code), str(tmp_path / "m.gguf")]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent.parent)
     assert "m.gguf could not be prepared in" in result.stdout and "File too large" in result.stdout, result.stderr
     assert [f.name for f in (cache / "gguf").iterdir() if f.suffix != ".lock"] == []
 
@@ -256,8 +264,8 @@ def test_a_full_disk_leaves_nothing(tmp_path, cache):
     ({"arch": "gemma2"}, "architecture 'gemma2'"),
     ({"metadata": {"expert_count": 8}}, "llama.expert_count = 8"),
     ({"metadata": {"attn_logit_softcapping": 50.0}}, "llama.attn_logit_softcapping"),
-    ({"metadata": {"rope.dimension_count": 6}}, "llama.rope.dimension_count differs"),
-    ({"metadata": {"attention.value_length": 6}}, "llama.attention.value_length differs"),
+    ({"metadata": {"rope.dimension_count": 6}}, "llama.rope.dimension_count = 6 with heads of 12"),
+    ({"metadata": {"attention.value_length": 6}}, "llama.attention.value_length = 6 with heads of 12"),
     ({"metadata": {"rope.scaling.type": "longrope"}}, "rope.scaling.type 'longrope'"),
     ({"metadata": {"rope.scaling.type": "linear"}}, "lacks llama.rope.scaling.factor"),
     ({"metadata": {"rope.scaling.attn_factor": 1.5}}, "llama.rope.scaling.attn_factor"),
@@ -312,9 +320,10 @@ def test_other_versions_and_byte_orders(tmp_path):
 # ---- tokenizers
 
 
-TEXTS = ["", " ", "  ", "Hello world", " Hello  world ", "the year 2024, and 3.14159", "I'll can't WE'RE", "tab\tand\nnewlines\r\n\r\n  x",
-         "\u00fcber stra\u00dfe \u00c5ngstr\u00f6m e\u0301", "\u4f60\u597d\uff0c\u4e16\u754c \U0001f600\U0001f468\u200d\U0001f469", "x = {'a': [1, 2]}  # no",
-         "\u0663\u0664 \u2167 \u00bd", "a\u00a0b\u3000c", "\ufb01ne \u212b", "...!?--", "<|end|>", "the<|end|>and <|user|> in<|end|>", "<|en d|>", "1234567890"]
+TEXTS = ["", " ", "  ", "Hello world", " Hello  world ", "the year 2024, and 3.14159", "I'll can't WE'RE", "1234567890",
+         "...!?--", "tab\tand\nnewlines\r\n\r\n  x", "\u00fcber stra\u00dfe \u00c5ngstr\u00f6m e\u0301", "x = {'a': [1, 2]}  # no",
+         "\u4f60\u597d\uff0c\u4e16\u754c \U0001f600\U0001f468\u200d\U0001f469", "\u0663\u0664 \u2167 \u00bd", "a\u00a0b\u3000c",
+         "\ufb01ne \u212b", "<|end|>", "the<|end|>and <|user|> in<|end|>", "<|en d|>"]
 
 
 def bpe_metadata(pre: str, **more) -> dict:
@@ -326,7 +335,7 @@ def bpe_metadata(pre: str, **more) -> dict:
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     corpus = ["the hen and the year 2024 and 1234567 in   the end\n\n  we'll can't\r\n", "Hello world 99 123", tiny.__doc__] * 3
     trained.train_from_iterator(corpus, trainers.BpeTrainer(vocab_size=500, initial_alphabet=alphabet, show_progress=False))
-    state = __import__("json").loads(trained.to_str())["model"]
+    state = json.loads(trained.to_str())["model"]
     tokens = sorted(state["vocab"], key=state["vocab"].get) + tiny.SPECIAL + ["<tool>"]
     merges = [m if isinstance(m, str) else " ".join(m) for m in state["merges"]]
     types = [1] * len(state["vocab"]) + [3] * len(tiny.SPECIAL) + [4]
@@ -344,22 +353,61 @@ def converted_tokenizer(tmp_path, metadata: dict):
 
 def random_texts(count: int = 200) -> list[str]:
     rng = random.Random(0)
-    pieces = ["the", " and", "  ", "\n", "\r\n", "7", "42", "'s", "'LL", "\u00e9", "e\u0301", "\u4e2d", "\U0001f600", "<|end|>", "_", "--", "\t", ".", "A", "zZ", "\u0664"]
+    pieces = ["the", " and", "  ", "\n", "\r\n", "7", "42", "'s", "'LL", "\u00e9", "e\u0301", "\u4e2d", "\U0001f600", "<|end|>",
+              "_", "--", "\t", ".", "A", "zZ", "\u0664"]
     return ["".join(rng.choice(pieces) for _ in range(rng.randrange(1, 14))) for _ in range(count)]
 
 
-@pytest.mark.parametrize("pre", ["llama-bpe", "qwen2", "tekken", "gpt-2"])
-def test_byte_level_equals_transformers(pre, tmp_path):
-    ours = converted_tokenizer(tmp_path, bpe_metadata(pre))
-    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path, gguf_file="m.gguf")
-    different = []
+PATTERNS = {  # as in the tokenizer.json of Llama 3, Mistral Nemo, Qwen2 and GPT-2
+    "llama-bpe": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+                 r"|\s+(?!\S)|\s+",
+    "tekken": r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|[^\r\n\p{L}\p{N}]?"
+              r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+"
+              r"|\s+(?!\S)|\s+",
+    "qwen2": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+             r"|\s+(?!\S)|\s+",
+    "gpt-2": r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
+}
+
+
+def bpe_encode(metadata: dict, pattern: str, text: str, whole_pieces: bool) -> list[int]:
+    """Byte-level BPE written down: special tokens apart, pieces by the pattern, in each the merge of best rank until there is none."""
+    index = {token: i for i, token in enumerate(metadata["ggml.tokens"])}
+    rank = {tuple(merge.split(" ")): i for i, merge in enumerate(metadata["ggml.merges"])}
+    spelling, out = bytes_to_unicode(), []
+    for part in regex.split(r"(<\|(?:begin|end|pad|system|user|assistant)\|>|<tool>)", text):
+        if part in (*tiny.SPECIAL, "<tool>"):
+            out.append(index[part])
+            continue
+        for piece in regex.findall(pattern, part):
+            piece = "".join(spelling[byte] for byte in piece.encode())
+            parts = [piece] if whole_pieces and piece in index else list(piece)
+            while pairs := [(rank[pair], at) for at, pair in enumerate(zip(parts, parts[1:])) if pair in rank]:
+                at = min(pairs)[1]
+                parts[at:at + 2] = ["".join(parts[at:at + 2])]
+            out += [index[p] for p in parts]
+    return out
+
+
+@pytest.mark.parametrize("pre", PATTERNS)
+def test_byte_level_equals_its_definition(pre, tmp_path):
+    metadata = bpe_metadata(pre)
+    tokenizer = converted_tokenizer(tmp_path, metadata)
     for text in TEXTS + random_texts():
-        ids = ours.encode(text, add_special_tokens=False)
-        composed = __import__("unicodedata").normalize("NFC", text) if pre == "qwen2" else text  # the original normalises, its GGUF twin cannot say so
-        if ids != theirs.encode(composed, add_special_tokens=False) and not (pre in ("llama-bpe", "tekken") and ours.decode(ids) == text):
-            different.append(text)
-        assert ours.decode(ids) == composed
-    assert different == []
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        text = unicodedata.normalize("NFC", text) if pre == "qwen2" else text
+        assert ids == bpe_encode(metadata, PATTERNS[pre], text, pre in ("llama-bpe", "tekken")), text
+        assert tokenizer.decode(ids) == text
+
+
+def test_qwen2_and_gpt2_equal_the_classes_of_transformers(tmp_path):
+    for pre, kind in (("qwen2", transformers.Qwen2Tokenizer), ("gpt-2", transformers.GPT2Tokenizer)):
+        metadata = bpe_metadata(pre)
+        vocabulary = {token: i for i, token in enumerate(metadata["ggml.tokens"])}
+        theirs = kind(vocab=vocabulary, merges=[tuple(merge.split(" ")) for merge in metadata["ggml.merges"]])
+        ours = converted_tokenizer(tmp_path, metadata)
+        for text in [text for text in TEXTS + random_texts() if "<" not in text]:
+            assert ours.encode(text) == theirs.encode(text), text
 
 
 def test_llama3_takes_a_piece_that_is_a_token_whole(tmp_path):
@@ -392,7 +440,8 @@ def test_the_demos_tokenizer(demo_path_outside):
     assert tokenizer.encode("<|im_start|>user\n<repo_name>") == [1, 4093, 198, 3]
     assert tokenizer.decode([1, 4093, 198, 3], skip_special_tokens=True) == "user\n"
     chat = tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False, add_generation_prompt=True)
-    assert chat.startswith("<|im_start|>system\nYou are a helpful AI assistant named SmolLM") and chat.endswith("<|im_start|>assistant\n")
+    assert chat.startswith("<|im_start|>system\nYou are a helpful AI assistant named SmolLM")
+    assert chat.endswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
 
 
 @pytest.fixture
@@ -406,8 +455,8 @@ def test_special_tokens_chat_template_and_ends(tmp_path):
     made = weights.resolve(tmp_path / "m.gguf")
     end, tool = tokenizer.convert_tokens_to_ids("<|end|>"), tokenizer.convert_tokens_to_ids("<tool>")
     assert weights.end_ids(made, tokenizer) == sorted([5, end])
-    assert tokenizer.encode("a<|end|>b")[1] == end and tokenizer.decode(tokenizer.encode("a<|end|>b"), skip_special_tokens=True) == "ab"
-    assert tokenizer.encode("a<tool>b")[1] == tool and tokenizer.decode(tokenizer.encode("a<tool>b"), skip_special_tokens=True) == "a<tool>b"
+    ids = tokenizer.encode("a<|end|>b<tool>c")
+    assert (ids[1], ids[3]) == (end, tool) and tokenizer.decode(ids, skip_special_tokens=True) == "ab<tool>c"
     assert tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "<|user|>hi<|end|>"
 
 
@@ -420,7 +469,8 @@ def test_bos_where_the_file_or_the_family_says_so(tmp_path):
 
 
 def test_recommended_sampling_values(tmp_path):
-    write(tmp_path / "m.gguf", tiny.checkpoint(tmp_path / "hf"), metadata={"general.sampling.temp": 0.7, "general.sampling.top_k": 20})
+    stated = {"general.sampling.temp": 0.7, "general.sampling.top_k": 20}
+    write(tmp_path / "m.gguf", tiny.checkpoint(tmp_path / "hf"), metadata=stated)
     assert weights.generation_defaults(weights.resolve(tmp_path / "m.gguf")) == {"temperature": 0.7, "top_k": 20}
 
 
@@ -428,8 +478,8 @@ def test_recommended_sampling_values(tmp_path):
 
 
 def spm_metadata(**more) -> dict:
-    words = ["\u2581the", "\u2581th", "\u2581t", "he", "th", "\u2581an", "an", "\u2581and", "in", "\u2581in", "er", "\u2581\u2581", "\u2581\u2581\u2581\u2581", "on", "ll", "ell",
-             "ello", "\u2581H", "\u2581Hello", "wor", "ld", "or", "world", "\u2581world", "20", "24"]
+    words = "_the _th _t he th _an an _and in _in er __ ____ on ll ell ello _H _Hello wor ld or world _world 20 24"
+    words = words.replace("_", "\u2581").split(" ")
     letters = sorted(set("".join(words)) | set("abcdefghijklmnopqrstuvwxyzHWE0123456789.,'\u2581\u00fc\n"))
     tokens = ["<unk>", "<s>", "</s>"] + [f"<0x{byte:02X}>" for byte in range(256)] + words + letters + ["<|user|>", "<tool>"]
     types = [2, 3, 3] + [6] * 256 + [1] * (len(words) + len(letters)) + [3, 4]
@@ -466,16 +516,9 @@ def test_sentencepiece_equals_its_definition(prefix, tmp_path):
 def test_sentencepiece_specials(tmp_path):
     metadata = spm_metadata()
     tokenizer = converted_tokenizer(tmp_path, metadata)
-    assert tokenizer.encode("the")[0] == 1 and tokenizer.encode("the", add_special_tokens=False)[0] != 1  # bos unless the file says no
+    assert tokenizer.encode("the")[0] == 1 and tokenizer.encode("the", add_special_tokens=False)[0] != 1
     user, tool = (metadata["ggml.tokens"].index(token) for token in ("<|user|>", "<tool>"))
     assert tokenizer.encode("<|user|>", add_special_tokens=False)[-1] == user
     assert tool in tokenizer.encode("the<tool>and", add_special_tokens=False)
     assert tokenizer.decode(tokenizer.encode("the<|user|>"), skip_special_tokens=True) == "the"
-    assert not converted_tokenizer(tmp_path, spm_metadata(**{"ggml.add_bos_token": False})).encode("the")[0] == 1
-
-
-def test_sentencepiece_equals_transformers(tmp_path):
-    ours = converted_tokenizer(tmp_path, spm_metadata())
-    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path, gguf_file="m.gguf")
-    for text in [t for t in TEXTS if "<" not in t and not t.startswith(" ")]:  # it has one space of prefix where the text has its own
-        assert ours.encode(text) == theirs.encode(text), text
+    assert converted_tokenizer(tmp_path, spm_metadata(**{"ggml.add_bos_token": False})).encode("the")[0] != 1

@@ -1,4 +1,4 @@
-"""The model against `transformers`: every family and switch, whole sequences and pieces, and refusals of what it cannot compute."""
+"""The model against `transformers`: every family and switch, whole sequences and pieces; and what it refuses to compute."""
 
 import json
 
@@ -17,8 +17,8 @@ ROPE = {
     "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0},
     "yarn attention_factor": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0,
                               "attention_factor": 0.7, "beta_fast": 16.0, "beta_slow": 2.0},
-    "yarn mscale": {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64, "rope_theta": 50000.0, "mscale": 1.0,
-                    "mscale_all_dim": 0.5, "truncate": False},
+    "yarn mscale": {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64, "rope_theta": 50000.0,
+                    "mscale": 1.0, "mscale_all_dim": 0.5, "truncate": False},
 }
 CHECKPOINTS = {  # name -> (family, config)
     "llama": ("llama", {}),
@@ -294,8 +294,8 @@ def test_F053_unsupported_checkpoints(family, config, words, tmp_path):
 # ---- refusals
 
 
-BASE = {"architectures": ["LlamaForCausalLM"], "vocab_size": 10, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 512}
+BASE = {"architectures": ["LlamaForCausalLM"], "vocab_size": 10, "hidden_size": 48, "intermediate_size": 80,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 512}
 
 
 @pytest.mark.parametrize("change, words", [
@@ -378,8 +378,9 @@ def test_a_toy_architecture(tmp_path):
 
 PROMPTS = [
     "The capital of France is", "1, 2, 3, 4, 5,", "def fibonacci(n):\n", "Once upon a time", "The three primary colors are",
-    "Dear Sir or Madam,\n", "Q: What is 12 times 11?\nA:", "import numpy as np\n", "In 1969, humans first", "<|im_start|>user\nHi!<|im_end|>\n",
-    "Photosynthesis is", "SELECT name FROM users WHERE", "The opposite of hot is", "My favourite recipe:\n\n1.", "To be or not to be,",
+    "Dear Sir or Madam,\n", "Q: What is 12 times 11?\nA:", "import numpy as np\n", "In 1969, humans first",
+    "<|im_start|>user\nHi!<|im_end|>\n", "Photosynthesis is", "SELECT name FROM users WHERE", "The opposite of hot is",
+    "My favourite recipe:\n\n1.", "To be or not to be,",
     "{\"name\": \"Ada\", \"age\":", "Les chats sont", "Water boils at", "The quick brown fox", "List of planets: Mercury, Venus,",
 ]
 

@@ -113,7 +113,8 @@ class RadixMachine(RuleBasedStateMachine):
         prompt_len = data.draw(st.none() | st.integers(0, len(key) // 4))
         self.step += 1
         slots = self.take(key)
-        node, present = self.tree.insert(key, slots, namespace=namespace, step=self.step, prompt_len=prompt_len, priority=priority)
+        node, present = self.tree.insert(key, slots, namespace=namespace, step=self.step, prompt_len=prompt_len,
+                                         priority=priority)
         assert present == self.model_insert(namespace, b"", key, slots, self.step, prompt_len, priority)
         assert self.text(node) == key[: len(key) - len(key) % (4 * self.page_size)]
 

@@ -5,13 +5,16 @@ One server for the module; tests that kill something start their own.
 
 import concurrent.futures
 import contextlib
+import gzip
 import json
 import os
 import re
+import shlex
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -445,6 +448,11 @@ def test_content_type_must_be_json(served):
     assert good.status_code == 200
 
 
+def test_a_compressed_body_is_refused(served):
+    headers = {"content-type": "application/json", "content-encoding": "gzip"}
+    check_refused(served.client.post("/v1/completions", content=gzip.compress(b'{"prompt": "hi"}'), headers=headers), names="gzip")
+
+
 def test_a_body_over_8_mib_is_refused_before_it_has_arrived(served):
     check_refused(served.client.post("/v1/completions", json={"prompt": "x" * (9 << 20)}), status=413)
     host, port = served.url.removeprefix("http://").split(":")
@@ -559,26 +567,41 @@ def test_log_says_how_to_ask_and_has_a_line_while_serving():
     assert own.process.returncode == 0
 
 
+def check_gone(own: Served, child: int, directory: Path) -> None:
+    assert own.process.wait(20) == 0
+    assert not directory.exists() and not Path(f"/proc/{child}").exists()
+    own.close()
+
+
 def test_a_signal_ends_everything_and_leaves_nothing_behind():
-    for number in (signal.SIGINT, signal.SIGTERM):
-        own = Served()
-        child, directory = own.child, own.directory
-        assert directory.stat().st_mode & 0o777 == 0o700
-        own.process.send_signal(number)
-        assert own.process.wait(20) == 0
-        assert not directory.exists() and not Path(f"/proc/{child}").exists()
-        own.close()
+    own = Served()
+    child, directory = own.child, own.directory
+    assert directory.stat().st_mode & 0o777 == 0o700
+    own.process.send_signal(signal.SIGINT)
+    check_gone(own, child, directory)
+
+
+def test_a_signal_while_the_model_loads_leaves_nothing_behind():
+    with tempfile.TemporaryDirectory(dir="/tmp") as directory:
+        env = {**os.environ, "PYTHONPATH": str(HERE.parent), "TMPDIR": directory}
+        process = subprocess.Popen([sys.executable, str(HERE / "fake_engine.py"), "serve", "--port", "0"], stderr=subprocess.PIPE, text=True, env=env)
+        assert "listening" in process.stderr.readline()
+        assert wait_until(lambda: os.listdir(directory), 10)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) == 0 and "Traceback" not in process.stderr.read()
+        process.stderr.close()
+        assert not os.listdir(directory)
 
 
 def test_a_signal_lets_open_calls_finish():
     own = Served()
+    child, directory = own.child, own.directory
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         answer = pool.submit(own.post, "/v1/completions", prompt="SLOW", max_tokens=60)
         assert wait_until(lambda: own.stats()["running"] == 1)
         own.process.send_signal(signal.SIGTERM)
         assert answer.result().json()["usage"]["completion_tokens"] == 60
-        assert own.process.wait(20) == 0
-    own.close()
+    check_gone(own, child, directory)
 
 
 def test_a_second_signal_does_not_wait():
@@ -608,7 +631,7 @@ def test_a_child_that_dies_gives_every_call_an_error_and_turns_health_red():
         streamed = pool.submit(own.post, "/v1/completions", prompt="SLOW one", max_tokens=400, stream=True)
         plain = pool.submit(own.post, "/v1/completions", prompt="SLOW two", max_tokens=400)
         assert wait_until(lambda: own.stats()["running"] == 2)
-        check_refused(own.post("/v1/completions", prompt="CRASH"), status=503, names="ended")
+        check_refused(own.post("/v1/completions", prompt="CRASH"), status=503, names="has died")
         check_refused(plain.result(), status=503)
         assert '"error"' in streamed.result().text
     check_refused(own.client.get("/health"), status=503, names="exit code 3")

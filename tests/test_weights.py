@@ -29,8 +29,8 @@ def cache(tmp_path, monkeypatch):
 
 
 def run_python(code: str, *args, **env) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, "-c", textwrap.dedent(code), *map(str, args)], cwd=ROOT, capture_output=True, text=True,
-                          env=os.environ | env, timeout=100)
+    command = [sys.executable, "-c", textwrap.dedent(code), *map(str, args)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=os.environ | env, timeout=100)
 
 
 # ---- what users type
@@ -48,8 +48,9 @@ def test_home_is_expanded(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name, words", [
-    ("/no/such/place", "no file or directory /no/such/place"), ("./here/not", "no file or directory"), ("a/b/c", "no file or directory"),
-    ("gone.gguf", "no file or directory gone.gguf"), ("what is this?", "neither 'demo' nor"), ("", "neither 'demo' nor"),
+    ("/no/such/place", "no file or directory /no/such/place"), ("./here/not", "no file or directory"),
+    ("a/b/c", "no file or directory"), ("gone.gguf", "no file or directory gone.gguf"), ("what is this?", "neither 'demo' nor"),
+    ("", "neither 'demo' nor"),
 ])
 def test_names_that_lead_nowhere(name, words):
     with pytest.raises(ModelError, match=words):
@@ -77,9 +78,11 @@ def test_hub_id_fetches_what_is_read_and_nothing_else(tmp_path, monkeypatch):
     path, asked = tiny.checkpoint(tmp_path / "m"), {}
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda repo, **how: asked.update(how, repo=repo) or str(path))
     assert weights.resolve("someone/some-model") == path and asked.pop("repo") == "someone/some-model"
-    there = ["model-00001-of-00002.safetensors", "model.safetensors.index.json", "config.json", "tokenizer.json", "tokenizer_config.json",
-             "generation_config.json", "chat_template.jinja", "tokenizer.model", "vocab.json", "merges.txt"]
-    useless = ["pytorch_model.bin", "consolidated.safetensors", "original/consolidated.00.pth", "README.md", "modeling_x.py", "model.gguf"]
+    there = ["model-00001-of-00002.safetensors", "model.safetensors.index.json", "config.json", "tokenizer.json",
+             "tokenizer_config.json", "generation_config.json", "chat_template.jinja", "tokenizer.model", "vocab.json",
+             "merges.txt"]
+    useless = ["pytorch_model.bin", "consolidated.safetensors", "original/consolidated.00.pth", "README.md", "modeling_x.py",
+               "model.gguf"]
     assert list(filter_repo_objects(there + useless, **asked)) == there
 
 
@@ -90,9 +93,9 @@ def test_hub_id_without_a_network_is_one_sentence(monkeypatch):
         raise ConnectionError("[Errno -3] Temporary failure in name resolution\nand a long story")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
-    with pytest.raises(ModelError, match="'someone/some-model' is not a local directory and could not be fetched.*name resolution") as caught:
+    with pytest.raises(ModelError, match="'someone/some-model' is not a local directory and could not.*resolution") as said:
         weights.resolve("someone/some-model")
-    assert "\n" not in str(caught.value) and "'demo'" in str(caught.value)
+    assert "\n" not in str(said.value) and "'demo'" in str(said.value)
 
 
 # ---- safetensors
@@ -105,7 +108,8 @@ def save(path: Path, file: str = "model.safetensors", **tensors) -> Path:
 
 
 def test_checkpoint_reads_what_safetensors_wrote(tmp_path):
-    tensors = {"a": torch.randn(5, 7), "b": torch.randn(3).bfloat16(), "c": torch.randn(2, 3, 4).half(), "empty": torch.zeros(0, 4)}
+    tensors = {"a": torch.randn(5, 7), "b": torch.randn(3).bfloat16(), "c": torch.randn(2, 3, 4).half(),
+               "empty": torch.zeros(0, 4)}
     checkpoint = Checkpoint(save(tmp_path, **tensors))
     assert {n: (t.dtype, t.shape) for n, t in checkpoint.tensors.items()} == {
         "a": ("F32", (5, 7)), "b": ("BF16", (3,)), "c": ("F16", (2, 3, 4)), "empty": ("F32", (0, 4))}
@@ -161,7 +165,7 @@ def test_F049_pickle_is_never_opened(tmp_path):
     marker = tmp_path / "marker"
     (tmp_path / "pytorch_model.bin").write_bytes(pickle.dumps(Marker(str(marker))))
     for attempt in (weights.resolve, Checkpoint):
-        with pytest.raises(ModelError, match="pytorch_model.bin is pickle.*safetensors are needed"):
+        with pytest.raises(ModelError, match="pickle is never opened: pytorch_model.bin.*safetensors are needed"):
             attempt(tmp_path)
     assert not marker.exists()
     pickle.loads((tmp_path / "pytorch_model.bin").read_bytes())
@@ -177,7 +181,8 @@ def test_a_file_cut_short_names_the_first_tensor_that_is_not_whole(tmp_path):
 
 
 @pytest.mark.parametrize("content, words", [
-    (b"", "header cannot be read"), (b"\x01", "header cannot be read"), (struct.pack("<Q", 2**60) + b"{}", "header cannot be read"),
+    (b"", "header cannot be read"), (b"\x01", "header cannot be read"),
+    (struct.pack("<Q", 2**60) + b"{}", "header cannot be read"),
     (struct.pack("<Q", 4) + b"nope", "header cannot be read"), (struct.pack("<Q", 2) + b"[]", "header cannot be read"),
     (struct.pack("<Q", 9) + b'{"a": {}}', "header cannot be read"),
     (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n", "Git LFS pointer"),
@@ -278,7 +283,7 @@ def test_end_ids_of_the_demo(demo_path):
 
 def test_generation_defaults(tmp_path):
     assert weights.generation_defaults(tmp_path) == {}
-    tiny.edit(tmp_path, "generation_config.json", temperature=0.6, top_p=0.9, top_k=20, do_sample=True, min_p="none", max_length=10)
+    tiny.edit(tmp_path, "generation_config.json", temperature=0.6, top_p=0.9, top_k=20, do_sample=True, min_p="none", top_a=10)
     assert weights.generation_defaults(tmp_path) == {"temperature": 0.6, "top_p": 0.9, "top_k": 20}
 
 
@@ -369,7 +374,8 @@ def test_a_failure_leaves_nothing_behind(error, tmp_path):
     with pytest.raises((ModelError, KeyboardInterrupt)) as caught:
         weights._prepare(tmp_path / "it", fail, "the thing")
     if isinstance(error, OSError):
-        assert str(caught.value).startswith("the thing could not be prepared in") and "No space left on device" in str(caught.value)
+        assert str(caught.value).startswith("the thing could not be prepared in")
+        assert "No space left on device" in str(caught.value)
     assert [f.name for f in tmp_path.iterdir() if f.suffix != ".lock"] == []
 
 

@@ -4,8 +4,8 @@
     tiny.logits(path, ids)                                               [T, V] float32, eager attention
     tiny.add_tokenizer(path)                                             and a small byte-level tokenizer with a chat template
 
-Weights are drawn wide enough that attention is far from uniform, norms differ from one and biases from zero: a checkpoint on which a mistake
-shows. (A model fresh from its constructor has none of that.)
+Weights are drawn wide enough that attention is far from uniform, norms differ from one and biases from zero: a checkpoint on
+which a mistake shows. (A model fresh from its constructor has none of that.)
 """
 
 from __future__ import annotations

@@ -1,0 +1,125 @@
+"""What one layer of attention costs on CPU, against F.scaled_dot_product_attention over the same tokens in dense, padded tensors.
+
+    python bench/kernels.py [--threads 1]
+
+The dense side is the plain batch as a simple engine keeps it: contiguous [B, G, C, D] tensors, ready before the clock starts, one call. The
+paged side starts from the slot pool, so it pays its gathers and merges. Ratio > 1: the work list is faster. Also: torch operations a layer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from nano_sgl import kernels  # noqa: E402
+
+HEADS, KV_HEADS, DIM = 9, 3, 64  # SmolLM2-135M
+VIEWS = {"view", "transpose", "expand", "slice", "unsqueeze", "select", "permute", "as_strided", "unflatten", "_unsafe_view", "alias", "detach"}
+
+
+class Count(TorchDispatchMode):
+    """Counts the operations that do work (not views)."""
+
+    def __init__(self):
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        if name not in VIEWS:
+            self.names.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+def median_us(call, repeat: int) -> float:
+    """Median wall time of call() in microseconds, after warm-up."""
+    times = []
+    for i in range(repeat + 3):
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[3:]) * 1e6
+
+
+def case(name: str, q_lens: list[int], cached: list[int], shared: list[tuple], dtype: torch.dtype, scattered: bool) -> None:
+    """Prints one line. Row b extends cached[b] columns by q_lens[b]; slots lie in order, or scattered over the pool."""
+    rng = np.random.default_rng(0)
+    torch.manual_seed(0)
+    bounds = [c + n for c, n in zip(cached, q_lens)]
+    rows, widest, tokens = len(q_lens), max(bounds), sum(q_lens)
+    slots = np.arange(1, rows * widest + 1)
+    table = (rng.permutation(slots) if scattered else slots).reshape(rows, widest).astype(np.int32)
+    for first, last, start, end in shared:
+        table[first:last, start:end] = table[first, start:end]
+    k_cache, v_cache = torch.randn(2, rows * widest + 1, KV_HEADS, DIM).to(dtype)
+    q = torch.randn(tokens, HEADS, DIM).to(dtype)
+    cols = torch.from_numpy(np.concatenate([np.arange(c, c + n) for c, n in zip(cached, q_lens)]))
+    backend = kernels.ATTENTION["torch"](HEADS, KV_HEADS, DIM)
+    plan_us = median_us(lambda: kernels.plan(range(rows), q_lens, bounds, shared, **backend.plan_options), 50)
+    plan = kernels.plan(range(rows), q_lens, bounds, shared, **backend.plan_options)
+    prepare_us = median_us(lambda: backend._calls(backend.prepare(plan, torch.from_numpy(table), cols), 0), 20)
+    ctx = backend.prepare(plan, torch.from_numpy(table), cols)
+    ours = backend.run(q, k_cache, v_cache, ctx, DIM**-0.5)
+    with Count() as count:
+        backend.run(q, k_cache, v_cache, ctx, DIM**-0.5)
+    ours_us = median_us(lambda: backend.run(q, k_cache, v_cache, ctx, DIM**-0.5), 20 if tokens < 100 else 8)
+
+    longest = max(q_lens)  # the dense side pads on the left, so that all rows end together
+    dense_q = torch.zeros(rows, HEADS, longest, DIM, dtype=dtype)
+    k, v = torch.zeros(2, rows, KV_HEADS, widest, DIM, dtype=dtype)
+    mask = torch.full((rows, 1, longest, widest), float("-inf"))
+    at = 0
+    for b, (n, bound) in enumerate(zip(q_lens, bounds)):
+        dense_q[b, :, longest - n :] = q[at : at + n].transpose(0, 1)
+        k[b, :, widest - bound :] = k_cache[table[b, :bound]].transpose(0, 1)
+        v[b, :, widest - bound :] = v_cache[table[b, :bound]].transpose(0, 1)
+        mask[b, 0] = torch.where(torch.ones(longest, widest, dtype=torch.bool).tril(widest - longest), 0.0, float("-inf"))
+        mask[b, 0, :, : widest - bound] = float("-inf")
+        at += n
+    mask = None if longest == 1 and min(bounds) == widest else mask.to(dtype)
+    causal = longest > 1 and longest == widest and min(bounds) == widest
+    mask = None if causal else mask
+
+    def dense():
+        return F.scaled_dot_product_attention(dense_q, k, v, mask, is_causal=causal, enable_gqa=True)
+
+    want = torch.cat([dense()[b, :, longest - n :].transpose(0, 1) for b, n in enumerate(q_lens)])
+    assert (ours.float() - want.float()).abs().max() < (0.03 if dtype != torch.float32 else 1e-4)
+    dense_us = median_us(dense, 20 if tokens < 100 else 8)
+    layout = "scattered" if scattered else "in order"
+    print(f"{name:34} {str(dtype)[6:]:9} {layout:9} {ours_us:9.0f} {dense_us:9.0f} {dense_us / ours_us:6.2f}x  {len(count.names):3} ops "
+          f"{plan_us:6.0f} {prepare_us:7.0f}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--threads", type=int, default=1)
+    torch.set_num_threads(parser.parse_args().threads)
+    print(f"torch {torch.__version__}, {platform.processor() or platform.machine()}, {torch.get_num_threads()} thread(s), median; "
+          f"heads {HEADS}, kv heads {KV_HEADS}, head dim {DIM}")
+    print(f"{'case':34} {'dtype':9} {'slots':9} {'ours us':>9} {'dense us':>9} {'ratio':>7} {'':8} {'plan us':>7} {'prep us':>6}")
+    rng = np.random.default_rng(1)
+    tails = rng.integers(20, 120, 16)
+    for dtype in (torch.bfloat16, torch.float32):
+        for scattered in (False, True):
+            case("1 decode, 1000 columns", [1], [1000], [], dtype, scattered)
+            case("16 decode, 1000 shared + tails", [1] * 16, (1000 + tails).tolist(), [(0, 16, 0, 1000)], dtype, scattered)
+            case("16 decode, private 100-900", [1] * 16, rng.integers(100, 900, 16).tolist(), [], dtype, scattered)
+            case("prefill 512 on 0", [512], [0], [], dtype, scattered)
+            case("prefill 512 on 2048", [512], [2048], [], dtype, scattered)
+            case("15 decode at 300 + prefill 256", [1] * 15 + [256], [300] * 15 + [0], [], dtype, scattered)
+            case("32 prefills of 8..40", rng.integers(8, 40, 32).tolist(), [0] * 32, [], dtype, scattered)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,302 @@
+"""protocol.py: aliases, ranges, refusals that name the field, and the wire in both directions."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nano_sgl.protocol import (
+    ALIASES,
+    GRAMMAR_FIELDS,
+    RANGES,
+    Chunk,
+    Logprob,
+    Request,
+    RequestError,
+    SamplingParams,
+    convert,
+    derive_seed,
+)
+
+VOCAB, CONTEXT = 49152, 8192
+
+
+def verify(**fields) -> SamplingParams:
+    params = SamplingParams(**fields)
+    params.verify(VOCAB, CONTEXT)
+    return params
+
+
+def refused(fields: dict, param: str, *words: str) -> RequestError:
+    """Both roads (constructor, JSON object) must refuse `fields`, naming `param`."""
+    found = None
+    for make in (lambda: SamplingParams(**fields), lambda: SamplingParams.from_dict(fields)):
+        with pytest.raises(RequestError) as caught:
+            make().verify(VOCAB, CONTEXT)
+        found = caught.value
+        assert found.param == param and found.status == 400
+        assert param in str(found)
+        for word in words:
+            assert word in str(found), str(found)
+    return found
+
+
+def test_defaults():
+    params = verify()
+    assert (params.max_tokens, params.min_tokens, params.temperature) == (128, 0, 1)
+    assert (params.top_p, params.top_k, params.min_p) == (1, -1, 0)
+    assert params.n == 1 and params.seed is None and params.logprobs is None and params.skip_special_tokens
+    assert params.stop_strings() == [] and params.stop_patterns() == []
+    assert SamplingParams(max_tokens=None).max_tokens is None
+
+
+@pytest.mark.parametrize("alias, name, value", [("max_new_tokens", "max_tokens", 7), ("max_new_tokens", "max_tokens", 0),
+                                                ("max_new_tokens", "max_tokens", None), ("min_new_tokens", "min_tokens", 3),
+                                                ("sampling_seed", "seed", 5)])
+def test_aliases(alias, name, value):
+    for params in (SamplingParams(**{alias: value}), SamplingParams.from_dict({alias: value}),
+                   SamplingParams(**{alias: value, name: value}),
+                   msgspec.json.decode(json.dumps({alias: value}), type=SamplingParams)):
+        assert getattr(params, name) == value
+        assert params == SamplingParams(**{name: value})
+        assert alias not in msgspec.to_builtins(params)
+
+
+@pytest.mark.parametrize("fields", [{"max_tokens": 5, "max_new_tokens": 6}, {"max_tokens": 128, "max_new_tokens": 6},
+                                    {"max_tokens": None, "max_new_tokens": 6}, {"min_tokens": 1, "min_new_tokens": 2},
+                                    {"seed": 1, "sampling_seed": 2}])
+def test_two_names_that_disagree(fields):
+    name, alias = fields
+    refused(fields, name, alias, "two names")
+
+
+def test_two_spellings_of_one_seed_agree():
+    assert SamplingParams(seed=-1, sampling_seed=2**64 - 1).seed == 2**64 - 1
+    assert SamplingParams(seed=2**64 + 7, sampling_seed=7).seed == 7
+    assert SamplingParams(seed=None, sampling_seed=7).seed == 7
+
+
+@pytest.mark.parametrize("seed, folded", [(0, 0), (42, 42), (-1, 2**64 - 1), (2**63, 2**63), (2**64, 0), (2**200, 0),
+                                          (2**200 + 3, 3), (-(2**63), 2**63)])
+def test_every_integer_is_a_seed(seed, folded):
+    """F207: seeds beyond 64 bits."""
+    for params in (verify(seed=seed), SamplingParams.from_dict({"seed": seed}),
+                   SamplingParams.from_dict(json.loads(json.dumps({"seed": seed})))):
+        assert params.seed == folded
+        assert msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=SamplingParams) == params
+
+
+@pytest.mark.parametrize("seed", [1.5, "1", True, [1]])
+def test_seeds_of_another_type(seed):
+    refused({"seed": seed}, "seed")
+
+
+def test_derive_seed():
+    assert derive_seed(42, 0) == 42 and derive_seed(-1, 0) == 2**64 - 1
+    seeds = [derive_seed(seed, index) for seed in range(200) for index in range(128)]
+    assert len(set(seeds)) == len(seeds) and all(0 <= seed < 2**64 for seed in seeds)
+    bits = sum(bin(derive_seed(seed, 1) ^ derive_seed(seed + 1, 1)).count("1") for seed in range(1000)) / 1000
+    assert 31 < bits < 33           # neighbours differ in half of the bits
+
+
+NUMBERS = ["temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"]
+
+
+@pytest.mark.parametrize("name", NUMBERS + ["top_k", "n", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs"])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, True, "1", [1], 10**400])
+def test_what_is_no_number(name, value):
+    """F067: NaN, infinities, bools, and what a client might send instead of a number."""
+    refused({name: value}, name)
+
+
+def test_not_a_number_in_a_body(api_case):
+    """F067: Python's JSON reader lets NaN in, so the check is ours."""
+    fields = json.loads(api_case("F067")["request"]["raw_body"])
+    assert math.isnan(fields["temperature"])
+    for name in NUMBERS:
+        refused({name: fields["temperature"]}, name, "nan")
+
+
+@pytest.mark.parametrize("name, good, bad", [
+    ("temperature", [0, 0.0, 1e-7, 0.8, 2, 100.0], [-0.1, -1e-9, 1e7]),
+    ("top_p", [0, 0.0, 1e-9, 0.5, 1, 1.0], [-0.1, 1.0001, 2]),
+    ("top_k", [-1, 0, 1, 40, 10**6], [-2, -100, 2.0, 2**31]),
+    ("min_p", [0, 0.5, 1], [-0.1, 1.1]),
+    ("n", [1, 128], [0, -1, 129, 1_000_000, 1.0]),
+    ("frequency_penalty", [-2, 2, 0.5], [-2.01, 2.01]),
+    ("presence_penalty", [-2, 2, 0.5], [-2.01, 2.01]),
+    ("repetition_penalty", [0.01, 1, 2], [0, 0.0, -1, 2.01]),
+    ("max_tokens", [0, 1, None, 2**31 - 1], [-1, -3, 1.5, 2**31]),
+    ("min_tokens", [0, 128], [-1, None]),
+    ("logprobs", [None, 0, 20], [-1, 21]),
+    ("prompt_logprobs", [None, 0, 20], [-1, 21]),
+    ("logprob_start_len", [0, 8192], [-1, 8193]),
+    ("ignore_eos", [True, False], [1, 0, "true", None]),
+    ("no_stop_trim", [True, False], [1, None]),
+    ("skip_special_tokens", [True, False], [1, None]),
+    ("stop", [None, "a", [], ["a", "b"], ["x"] * 32, "y" * 4096], ["", [""], ["a", ""], ["x"] * 33, 5, [5], [None], "y" * 4097]),
+    ("stop_regex", [None, "a+", ["[0-9]{3}", r"\n\n"], r"\w{8}(-\w{4}){3}-\w{12}"],
+     ["", "(", "*", "x" * 257, ["a"] * 33, 5, [5], "a*", "$", "(a{1000}){1000}", "a{99999999}", "(?:a{9}b){9} {9}{9}{9}",
+      "(?R)b", r"(a)\\(?1)"]),
+    ("stop_token_ids", [None, [], [0, 49151]], [[-1], [49152], [1.0], [True], 5, ["1"]]),
+    ("logit_bias", [None, {}, {0: -100, 49151: 100.0}, {"5": 1}], [{49152: 1}, {-1: 1}, {5: 101}, {5: -100.1}, {5: math.nan},
+                                                                   {5: math.inf}, {5: True}, {5: "1"}, {"x": 1}, [5], 5]),
+])
+def test_ranges(name, good, bad):
+    for value in good:
+        SamplingParams.from_dict({name: value}).verify(VOCAB, CONTEXT)
+        if not (name == "logit_bias" and value == {"5": 1}):
+            verify(**{name: value})
+    for value in bad:
+        refused({name: value}, name)
+
+
+def test_messages_say_what_was_given_and_expected():
+    assert str(refused({"top_p": 1.5}, "top_p")) == "top_p must be a number in [0, 1]; got 1.5"
+    assert "integer in [1, 128]; got 1000000" in str(refused({"n": 1_000_000}, "n"))
+    assert "(0, 2]; got 0" in str(refused({"repetition_penalty": 0}, "repetition_penalty"))
+    assert "max_new_tokens" in str(refused({"max_tokens": -3}, "max_tokens", "-3"))
+    with pytest.raises(RequestError, match="logit_bias.*got 49152"):
+        SamplingParams.from_dict({"logit_bias": {"49152": 1}}).verify(VOCAB, CONTEXT)
+    with pytest.raises(RequestError, match="temperature: expected float, got str"):
+        SamplingParams.from_dict({"temperature": "hot"})
+    huge = refused({"stop": "\ud800" * 100}, "stop")
+    str(huge).encode()              # printable anywhere
+    assert len(str(refused({"stop": ["a" * 5000]}, "stop"))) < 300
+    assert len(str(refused({"max_tokens": 10**5000}, "max_tokens"))) < 300
+
+
+def test_min_tokens_within_max_tokens():
+    verify(min_tokens=5, max_tokens=5)
+    verify(min_tokens=500, max_tokens=None)
+    refused({"min_tokens": 6, "max_tokens": 5}, "min_tokens", "max_tokens", "5")
+    refused({"min_tokens": CONTEXT + 1, "max_tokens": None}, "min_tokens", str(CONTEXT))
+
+
+@pytest.mark.parametrize("name", GRAMMAR_FIELDS)
+def test_grammar_fields_are_known_and_refused(name):
+    verify(**{name: None})
+    verify(**{name: ""})
+    SamplingParams.from_dict({name: None}).verify(VOCAB, CONTEXT)
+    for value in ("yes|no", {"type": "object"}, ["a", "b"], [], {}):
+        refused({name: value}, name, "not supported yet by this build")
+
+
+def test_unknown_fields_are_refused_by_name():
+    with pytest.raises(RequestError, match="unknown field 'max_token'.*did you mean 'max_tokens'"):
+        SamplingParams.from_dict({"max_token": 5})
+    with pytest.raises(RequestError, match="beam_width.*got 4") as caught:
+        SamplingParams.from_dict({"beam_width": 4})
+    assert caught.value.param == "beam_width"
+    with pytest.raises(TypeError, match="beam_width"):
+        SamplingParams(beam_width=4)
+    for fields in ([], "x", None, 5):
+        with pytest.raises(RequestError, match="expected an object"):
+            SamplingParams.from_dict(fields)
+    with pytest.raises(RequestError):
+        SamplingParams.from_dict({5: 1})
+
+
+def test_every_number_has_a_range():
+    """A number that somebody adds to SamplingParams and forgets to bound fails here."""
+    elsewhere = {"seed", "stop_token_ids", "logit_bias", *ALIASES}
+    for field in msgspec.structs.fields(SamplingParams):
+        if any(kind in str(field.type) for kind in ("int", "float")):
+            assert field.name in RANGES or field.name in elsewhere, field.name
+
+
+def test_frozen():
+    params = SamplingParams(n=4, seed=3)
+    with pytest.raises(AttributeError):
+        params.n = 1
+    assert msgspec.structs.replace(params, n=1) == SamplingParams(n=1, seed=3)
+
+
+@pytest.mark.parametrize("fields, greedy", [({}, False), ({"temperature": 0}, True), ({"temperature": 1e-7}, True),
+                                            ({"top_k": 1}, True), ({"top_p": 0}, True), ({"temperature": 1e-5}, False),
+                                            ({"top_k": 0}, False)])
+def test_greedy(fields, greedy):
+    assert verify(**fields).greedy is greedy
+
+
+def test_stops():
+    params = verify(stop="a", stop_regex=["b+", "[0-9]{2}"])
+    assert params.stop_strings() == ["a"]
+    assert [pattern.search("x42 bb").group() for pattern in params.stop_patterns()] == ["bb", "42"]
+    assert params.stop_patterns()[1].search("x4", partial=True).partial
+    assert params.stop_patterns()[0] is verify(stop_regex="b+").stop_patterns()[0]       # compiled once
+
+
+def test_a_request_checks_its_prompt():
+    def request(ids, **fields):
+        Request(rid="r", prompt_ids=ids, params=SamplingParams(**fields)).verify(vocab_size=10, context_len=4)
+
+    request([0, 9], max_tokens=1)
+    request([1] * 3, max_tokens=1)
+    request([1] * 4, max_tokens=0)          # fills the cache and samples nothing
+    for ids in ([], [-1], [10], [1, 2.5], ["a", 1], [True], [[1]], None, [1] * 4, [1] * 100):
+        with pytest.raises(RequestError, match="prompt") as caught:
+            request(ids, max_tokens=1)
+        assert caught.value.param == "prompt"
+    with pytest.raises(RequestError, match="logprob_start_len"):
+        request([1, 2], logprob_start_len=3)
+    with pytest.raises(RequestError, match="temperature"):
+        request([1, 2], temperature=-1.0)
+    for fields in ({"rid": 5}, {"rid": "\ud800"}, {"namespace": None}, {"namespace": 5}, {"routing_key": 5}, {"priority": 2**40},
+                   {"priority": True}, {"index": 128}):
+        with pytest.raises(RequestError) as caught:
+            Request(**{"rid": "r", "prompt_ids": [1], "params": SamplingParams(), **fields}).verify(10, 4)
+        assert caught.value.param in fields
+
+
+TEXT = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=8)
+PARAMS = st.fixed_dictionaries({}, optional={
+    "max_tokens": st.none() | st.integers(100, 2**31 - 1), "temperature": st.floats(0, 1e6), "top_p": st.floats(0, 1),
+    "top_k": st.integers(-1, 2**31 - 1), "min_p": st.floats(0, 1), "n": st.integers(1, 128), "seed": st.none() | st.integers(),
+    "stop": st.none() | TEXT | st.lists(TEXT, max_size=4),
+    "stop_token_ids": st.none() | st.lists(st.integers(0, VOCAB - 1), max_size=4),
+    "min_tokens": st.integers(0, 100), "ignore_eos": st.booleans(), "no_stop_trim": st.booleans(),
+    "frequency_penalty": st.floats(-2, 2), "presence_penalty": st.integers(-2, 2), "repetition_penalty": st.floats(0.1, 2),
+    "logit_bias": st.none() | st.dictionaries(st.integers(0, VOCAB - 1), st.floats(-100, 100), max_size=4),
+    "logprobs": st.none() | st.integers(0, 20), "prompt_logprobs": st.none() | st.integers(0, 20),
+    "logprob_start_len": st.integers(0, CONTEXT), "skip_special_tokens": st.booleans(),
+})
+
+
+@settings(deadline=None, max_examples=200)
+@given(PARAMS)
+def test_round_trips(fields):
+    params = verify(**fields)
+    request = Request(rid="r1", prompt_ids=[1, 2, 3], params=params, index=2, namespace="salt", priority=-1, routing_key="k")
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(request), type=Request | Chunk) == request
+    assert msgspec.json.decode(msgspec.json.encode(request), type=Request | Chunk) == request
+    assert SamplingParams.from_dict(json.loads(msgspec.json.encode(params))) == params
+    assert SamplingParams.from_dict(msgspec.to_builtins(params)) == params
+
+
+def test_chunks_cross_the_wire():
+    chunk = Chunk(rid="r1", text="hi", output_ids=[5], finish_reason="stop", stop_reason=2, cached_tokens=7,
+                  logprobs=[Logprob(5, -0.25, [(5, -0.25), (7, -1.5)])], prompt_logprobs=[Logprob(1, None)])
+    for codec in (msgspec.msgpack, msgspec.json):
+        assert codec.decode(codec.encode(chunk), type=Request | Chunk) == chunk
+    assert Chunk(rid="a").output_ids is not Chunk(rid="b").output_ids
+    assert convert({"rid": "r", "text": "x"}, Chunk) == Chunk(rid="r", text="x")
+
+
+def test_a_thousand_refusals_are_cheap():
+    """F177: the answer to n = 1,000,000 does not depend on n."""
+    for _ in range(1000):
+        with pytest.raises(RequestError):
+            SamplingParams(n=1_000_000).verify(VOCAB, CONTEXT)
+
+
+def test_imports_without_torch():
+    code = "import sys; sys.modules['torch'] = None; import nano_sgl.protocol as p; p.SamplingParams().verify(10, 10)"
+    subprocess.run([sys.executable, "-c", code], check=True)

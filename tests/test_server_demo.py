@@ -1,0 +1,443 @@
+"""The server with the demo model: the cases of tests/cases/server.jsonl that need a real tokenizer, and the two processes as users start them.
+
+One server process for the module, in float32, so that greedy texts are those of `transformers`.
+"""
+
+import concurrent.futures
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+from nano_sgl.chat import ChatTemplate, Codec
+
+HERE = Path(__file__).parent
+COUNTING = "1, 2, 3, 4, 5,"
+
+
+class Demo:
+    """A server process with the demo model, and a client for it."""
+
+    def __init__(self, *flags: str):
+        self.log_file = Path(os.environ.get("TMPDIR", "/tmp")) / f"nano_sgl-test-{os.getpid()}.log"
+        with self.log_file.open("w") as log:
+            self.process = subprocess.Popen([sys.executable, "-m", "nano_sgl.server", "--model", "demo", "--dtype", "float32", "--port", "0",
+                                             "--max-total-tokens", "16384", *flags], stderr=log, cwd=HERE.parent)
+        end = time.monotonic() + 300
+        while "curl" not in self.log and self.process.poll() is None and time.monotonic() < end:
+            time.sleep(0.1)
+        assert "curl" in self.log, self.log
+        self.client = httpx.Client(base_url=re.search(r"http://\S+?:\d+", self.log)[0], timeout=120)
+
+    @property
+    def log(self) -> str:
+        return self.log_file.read_text()
+
+    def post(self, path: str, **body) -> httpx.Response:
+        return self.client.post(path, json=body)
+
+    def case(self, case: dict, **changes) -> httpx.Response:
+        """Send a case's request."""
+        body = expand(case["request"]["body"])
+        return self.client.request(case["request"]["method"], case["request"]["path"], json={**body, **changes})
+
+    def events(self, path: str, **body) -> list:
+        response = self.post(path, **{**body, "stream": True})
+        assert response.status_code == 200, response.text
+        lines = [line for line in response.text.split("\n\n") if line]
+        assert lines[-1] == "data: [DONE]"
+        return [json.loads(line[6:]) for line in lines[:-1]]
+
+    def texts(self, path: str, **body) -> list[str]:
+        """The non-empty deltas of a stream with one choice."""
+        choices = [c for e in self.events(path, **body) for c in e["choices"]]
+        return [text for c in choices if (text := c.get("text") or c.get("delta", {}).get("content"))]
+
+    def stats(self) -> dict:
+        return self.client.get("/get_server_info").json()["stats"]
+
+    def idle(self) -> bool:
+        """Nothing runs or waits, and every slot is free or cached."""
+        s = self.stats()
+        return s["running"] == s["waiting"] == 0 and s["kv_free"] + s["kv_cached"] == s["kv_capacity"]
+
+    def alive(self) -> None:
+        """What every case of bad input asks for afterwards."""
+        assert self.client.get("/health").status_code == 200
+        answer = self.post("/v1/completions", prompt="hi", max_tokens=4, temperature=0, ignore_eos=True)
+        assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == 4
+
+    def close(self) -> str:
+        self.client.close()
+        self.process.send_signal(signal.SIGINT)
+        assert self.process.wait(30) == 0
+        log = self.log
+        self.log_file.unlink()
+        return log
+
+
+def expand(value):
+    """A case's body with its placeholders filled in."""
+    if isinstance(value, dict) and "$repeat" in value:
+        text, times = value["$repeat"]
+        return text * times
+    if isinstance(value, dict) and "$concat" in value:
+        return "".join(map(expand, value["$concat"]))
+    if isinstance(value, dict):
+        return {key: expand(v) for key, v in value.items()}
+    if isinstance(value, list):
+        return [expand(v) for v in value]
+    return "demo" if value == "$MODEL" else value
+
+
+@pytest.fixture(scope="module")
+def demo():
+    server = Demo()
+    yield server
+    log = server.close()
+    assert re.search(r"running \d+, queued \d+ \| \d+ tok/s out", log) and "Traceback" not in log, log
+
+
+@pytest.fixture(scope="module")
+def tokenizer(demo_path):
+    from transformers import AutoTokenizer
+    return AutoTokenizer.from_pretrained(demo_path)
+
+
+def refused(response: httpx.Response, status: int = 400) -> dict:
+    assert response.status_code == status, response.text
+    return response.json()["error"]
+
+
+def prompt_of(choice: dict) -> int:
+    return choice["usage"]["prompt_tokens"]
+
+
+# ------------------------------------------------------------------------------------------------------------------- tokenising
+
+def test_F153_a_chat_prompt_has_no_second_bos(demo, api_case):
+    """F153: 31 tokens for 'hi' (test_chat has tokenizers whose post-processor writes a BOS)."""
+    assert prompt_of(demo.case(api_case("F153")).json()) == 31
+
+
+def test_F155_control_tokens_typed_by_a_user_are_text(demo, api_case, tokenizer):
+    """F155"""
+    case = api_case("F155")
+    answer = demo.case(case)
+    assert answer.status_code == 200
+    messages = case["request"]["body"]["messages"]
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert prompt_of(answer.json()) > len(tokenizer.encode(text, add_special_tokens=False))
+    ids = ChatTemplate(Codec(tokenizer.backend_tokenizer.to_str()), tokenizer.chat_template, {}).encode(messages)
+    assert ids.count(1) == 3 and ids.count(2) == 2 and len(ids) == prompt_of(answer.json()) and tokenizer.decode(ids) == text
+
+
+def test_F159_streamed_text_is_the_plain_text_is_the_decoded_ids(demo, tokenizer):
+    """F159: spaces, half characters, special tokens."""
+    prompts = ["def f(x):\n    return", "a    b", "naïve café", "日本語", "🙂🙃", " leading", "tab\tand\nnewline\n\n", "1, 2, 3,", "The capital of France is",
+               "¿Qué tal?", "x = [1, 2,\n     3]", "Привет", "مرحبا", "smile: 🙂 🙃", "a\u00a0b", "<|im_start|>user\nhi<|im_end|>\n", "...", "日本", "ﬁ", "#!/bin/sh"]
+
+    def check(prompt: str) -> None:
+        body = {"sampling_params": {"max_new_tokens": 48, "temperature": 0}, "text": prompt}
+        plain = demo.post("/generate", **body).json()
+        text = plain["text"]
+        assert text == tokenizer.decode(plain["output_ids"], skip_special_tokens=True), prompt
+        events = demo.events("/generate", **body)
+        assert events[-1]["text"] == text and events[-1]["output_ids"] == plain["output_ids"]
+        assert all(text.startswith(e["text"]) for e in events), "what was sent is never taken back"
+        assert not any("\ufffd" in e["text"] for e in events[:-1])
+        if prompt in prompts[:5]:
+            assert "".join(demo.texts("/v1/completions", prompt=prompt, max_tokens=48, temperature=0)) == text
+    with concurrent.futures.ThreadPoolExecutor(20) as pool:
+        list(pool.map(check, prompts))
+
+
+# --------------------------------------------------------------------------------------------------------------------- stop strings
+
+def test_F161_a_stop_string_of_several_tokens_never_leaks(demo, api_case):
+    """F161"""
+    body = expand(api_case("F161")["request"]["body"])
+    deltas = demo.texts("/v1/completions", **body)
+    assert "".join(deltas) == " 6, 7, 8, " and not any("9" in d for d in deltas)
+    choice = demo.case(api_case("F161"), stream=False).json()["choices"][0]
+    assert choice["text"] == " 6, 7, 8, " and choice["finish_reason"] == "stop" and choice["matched_stop"] == "9, 10"
+
+
+def test_F163_text_that_cannot_begin_a_stop_is_sent_at_once(demo, api_case):
+    """F163"""
+    deltas = demo.texts("/v1/completions", **expand(api_case("F163")["request"]["body"]))
+    assert len(deltas) >= 10 and deltas[0] in (" ", " 6")
+
+
+def test_F165_the_first_of_overlapping_stops_cuts_and_the_prompt_does_not_count(demo, api_case):
+    """F165"""
+    case = api_case("F165")
+    text = demo.case(case).json()["choices"][0]["text"]
+    assert "7" not in text and "6, 7" not in text
+    assert "".join(demo.texts("/v1/completions", **expand(case["request"]["body"]))) == text
+    answer = demo.post("/v1/completions", prompt="one two STOP", stop=["STOP"], max_tokens=5, temperature=0, ignore_eos=True).json()
+    assert answer["usage"]["completion_tokens"] > 1
+
+
+# ------------------------------------------------------------------------------------------------------------------ lengths and lists
+
+def test_F169_usage_of_a_stream(demo, api_case):
+    """F169"""
+    events = demo.events("/v1/chat/completions", **expand(api_case("F169")["request"]["body"]))
+    usage = events[-1]["usage"]
+    assert events[-1]["choices"] == [] and usage["prompt_tokens"] + usage["completion_tokens"] == usage["total_tokens"]
+    assert not any(e.get("usage") for e in events[:-1])
+
+
+def test_F171_choices_of_a_stream(demo, api_case):
+    """F171"""
+    body = expand(api_case("F171")["request"]["body"])
+    choices = [c for e in demo.events("/v1/chat/completions", **body) for c in e["choices"]]
+    texts = {}
+    for index in range(3):
+        mine = [c for c in choices if c["index"] == index]
+        assert ["role" in c["delta"] for c in mine] == [True] + [False] * (len(mine) - 1)
+        assert [bool(c["finish_reason"]) for c in mine] == [False] * (len(mine) - 1) + [True]
+        texts[index] = "".join(c["delta"].get("content", "") for c in mine)
+    plain = demo.post("/v1/chat/completions", **{**body, "stream": False}).json()["choices"]
+    assert {c["index"]: c["message"]["content"] for c in plain} == texts, "the same seed gives the same texts"
+
+
+def test_F175_limits_of_the_answers_length(demo, api_case):
+    """F175"""
+    case = api_case("F175")
+    assert demo.case(case).json()["usage"]["completion_tokens"] <= 5
+    assert demo.case(case, max_tokens=50).json()["usage"]["completion_tokens"] <= 5
+    assert demo.post("/v1/completions", prompt="hi", ignore_eos=True).json()["usage"]["completion_tokens"] == 16
+
+
+def test_F179_echo_with_no_tokens_scores_a_prompt(demo, api_case):
+    """F179"""
+    case = api_case("F179")
+    body = demo.case(case).json()
+    [choice] = body["choices"]
+    assert choice["text"] == case["request"]["body"]["prompt"] and body["usage"]["completion_tokens"] == 0
+    logprobs = choice["logprobs"]["token_logprobs"]
+    assert len(logprobs) == body["usage"]["prompt_tokens"] and logprobs[0] is None and all(x <= 0 for x in logprobs[1:])
+    assert "".join(choice["logprobs"]["tokens"]) == choice["text"]
+    assert demo.case(case, echo=False, logprobs=None).json()["choices"][0]["text"] == ""
+    demo.alive()
+
+
+def test_F199_prompt_lists_keep_their_order(demo, api_case):
+    """F199"""
+    case = api_case("F199")
+    body = demo.case(case).json()
+    prompts = case["request"]["body"]["prompt"]
+    assert [c["index"] for c in body["choices"]] == [0, 1, 2, 3]
+    assert all(c["text"].startswith(prompts[n // 2]) for n, c in enumerate(body["choices"]))
+    assert body["usage"]["completion_tokens"] == 16
+    choices = [c for e in demo.events("/v1/completions", **expand(case["request"]["body"])) for c in e["choices"]]
+    assert {n: "".join(c["text"] for c in choices if c["index"] == n) for n in range(4)} == {c["index"]: c["text"] for c in body["choices"]}
+
+
+# ------------------------------------------------------------------------------------------------------------------------- bad input
+
+def test_F177_too_many_answers(demo, api_case):
+    """F177"""
+    refused(demo.case(api_case("F177")))
+    refused(demo.post("/v1/completions", prompt=["hi"] * 100000))
+    demo.alive()
+
+
+def test_F181_logit_bias_outside_the_vocabulary(demo, api_case):
+    """F181"""
+    assert refused(demo.case(api_case("F181")))["param"] == "logit_bias"
+    assert refused(demo.case(api_case("F181"), logit_bias={"49152": 1}))["param"] == "logit_bias"
+    assert demo.case(api_case("F181"), logit_bias={"49151": 1}).status_code == 200
+    demo.alive()
+
+
+def test_F183_token_ids_outside_the_vocabulary(demo, api_case):
+    """F183"""
+    for prompt in ([-1], [49152], [1, 2.5], ["a", 1], [[1], [99999999]]):
+        refused(demo.case(api_case("F183"), prompt=prompt))
+    assert prompt_of(demo.case(api_case("F183"), prompt=[33, 28]).json()) == 2
+    demo.alive()
+
+
+def test_F185_a_prompt_that_encodes_to_nothing(demo, api_case):
+    """F185"""
+    assert "no tokens" in refused(demo.case(api_case("F185")))["message"]
+    refused(demo.case(api_case("F185"), prompt=["hi", "\u0004"]))
+    refused(demo.case(api_case("F185"), prompt=""))
+    demo.alive()
+
+
+def test_F187_unusual_message_lists(demo, api_case):
+    """F187"""
+    for messages in ([], None, "hi", [5], [{"content": "x"}]):
+        refused(demo.case(api_case("F187"), messages=messages))
+    for role in ("assistant", "system"):
+        assert demo.case(api_case("F187"), messages=[{"role": role, "content": "x"}]).status_code == 200
+    demo.alive()
+
+
+def test_F189_parts_of_a_message_are_joined(demo, api_case):
+    """F189: without a separator."""
+    case = api_case("F189")
+    parts, plain = demo.case(case).json(), demo.case(case, messages=[{"role": "user", "content": "What is the capital of France?"}]).json()
+    assert parts["choices"][0]["message"] == plain["choices"][0]["message"] and prompt_of(parts) == prompt_of(plain)
+    for role in ("system", "assistant"):
+        assert demo.case(case, messages=[{"role": role, "content": [{"type": "text", "text": "x"}]}]).status_code == 200
+
+
+def test_F201_a_prompt_of_five_million_characters(demo, api_case):
+    """F201"""
+    start = time.monotonic()
+    assert "characters" in refused(demo.case(api_case("F201")))["message"]
+    assert time.monotonic() - start < 5
+    demo.alive()
+
+
+def test_a_prompt_longer_than_the_context_is_refused_before_a_stream_begins(demo):
+    for stream in (False, True):
+        assert "tokens" in refused(demo.post("/v1/completions", prompt=[33] * 8192, max_tokens=2, stream=stream))["message"]
+        assert refused(demo.post("/v1/completions", prompt="word " * 9000, max_tokens=2, stream=stream))["param"] == "prompt"
+    demo.alive()
+
+
+def test_F205_templates_come_from_the_server_only(demo, api_case):
+    """F205"""
+    start = time.monotonic()
+    assert refused(demo.case(api_case("F205")))["param"] == "chat_template"
+    assert time.monotonic() - start < 5
+    demo.alive()
+
+
+def test_F207_each_accepted_seed_is_reproducible(demo, api_case):
+    """F207"""
+    for seed in (-1, 2**63, 2**64, 2**200):
+        texts = [demo.case(api_case("F207"), seed=seed).json()["choices"][0]["text"] for _ in range(2)]
+        assert texts[0] == texts[1]
+    for seed in (1.5, "1", True):
+        assert refused(demo.case(api_case("F207"), seed=seed))["param"] == "seed"
+    demo.alive()
+
+
+# -------------------------------------------------------------------------------------------------------------------------- logprobs
+
+def test_F195_logprobs_alone(demo, api_case):
+    """F195"""
+    body = demo.case(api_case("F195")).json()
+    content = body["choices"][0]["logprobs"]["content"]
+    assert len(content) == body["usage"]["completion_tokens"]
+    assert all(e["logprob"] <= 0 and e["top_logprobs"] == [] and bytes(e["bytes"]).decode() == e["token"] for e in content)
+    assert demo.case(api_case("F195"), logprobs=None).json()["choices"][0]["logprobs"] is None
+    assert "".join(e["token"] for e in content).startswith(body["choices"][0]["message"]["content"])
+
+
+def test_logprobs_are_the_models_whatever_the_sampling(demo):
+    """F077, as three routes show it."""
+    for changes in ({}, {"temperature": 0.5, "seed": 1, "top_p": 0.1}, {"temperature": 2, "top_p": 0.1, "seed": 1}):
+        logprobs = demo.post("/v1/completions", **{"prompt": COUNTING, "max_tokens": 1, "temperature": 0, "logprobs": 3, **changes}).json()[
+            "choices"][0]["logprobs"]
+        top = logprobs["top_logprobs"][0]
+        assert top[" "] == pytest.approx(-0.115, abs=0.01) and list(top)[:2] == [" ", " and"] and len(top) >= 3
+    native = demo.post("/generate", text=COUNTING, sampling_params={"temperature": 0, "max_new_tokens": 1}, return_logprob=True,
+                       top_logprobs_num=3, return_text_in_logprobs=True).json()["meta_info"]
+    assert native["output_token_logprobs"][0][0] == pytest.approx(-0.115, abs=0.01) and native["output_token_logprobs"][0][2] == " "
+    assert [t[2] for t in native["output_top_logprobs"][0]][:2] == [" ", " and"]
+
+
+def test_native_prompt_logprobs_begin_where_asked(demo):
+    whole = demo.post("/generate", text=COUNTING, sampling_params={"max_new_tokens": 0}, return_logprob=True, logprob_start_len=0).json()["meta_info"]
+    part = demo.post("/generate", text=COUNTING, sampling_params={"max_new_tokens": 0}, return_logprob=True, logprob_start_len=4).json()["meta_info"]
+    assert len(whole["input_token_logprobs"]) == whole["prompt_tokens"] and whole["input_token_logprobs"][0][0] is None
+    assert [e[1] for e in part["input_token_logprobs"]] == [e[1] for e in whole["input_token_logprobs"][4:]]
+    assert [e[0] for e in part["input_token_logprobs"]] == pytest.approx([e[0] for e in whole["input_token_logprobs"][4:]], abs=1e-3)
+
+
+# ------------------------------------------------------------------------------------------------------------- the engine behind it
+
+def test_F023_clients_that_leave_give_their_slots_back(demo, api_case):
+    """F023"""
+    body = expand(api_case("F023")["request"]["body"])
+    for _ in range(20):
+        with httpx.stream("POST", str(demo.client.base_url).rstrip("/") + "/v1/completions", json=body, timeout=60) as response:
+            lines = (line for line in response.iter_lines() if line)
+            for _ in range(3):
+                next(lines)
+    assert wait_until(demo.idle, 5)
+    demo.alive()
+
+
+def test_F025_a_plain_request_notices_that_its_client_left(demo, api_case):
+    """F025"""
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(str(demo.client.base_url).rstrip("/") + "/v1/completions", json=expand(api_case("F025")["request"]["body"]), timeout=0.5)
+    assert wait_until(demo.idle, 5)
+    made = demo.stats()["output_tokens"]
+    time.sleep(0.3)
+    assert demo.stats()["output_tokens"] == made
+    demo.alive()
+
+
+def wait_until(condition, seconds: float) -> bool:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if condition():
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def test_a_second_turn_finds_the_first_in_the_cache(demo):
+    messages = [{"role": "user", "content": "Name a fruit that is yellow."}]
+    first = demo.post("/v1/chat/completions", messages=messages, max_tokens=12, temperature=0).json()
+    messages += [first["choices"][0]["message"] | {"refusal": None}, {"role": "user", "content": "And a red one?"}]
+    messages[1].pop("refusal")
+    second = demo.post("/v1/chat/completions", messages=messages, max_tokens=12, temperature=0).json()["usage"]
+    assert second["prompt_tokens_details"]["cached_tokens"] >= first["usage"]["prompt_tokens"] - 4
+    other = demo.post("/v1/chat/completions", messages=messages, max_tokens=1, temperature=0, cache_salt="other").json()["usage"]
+    assert other["prompt_tokens_details"]["cached_tokens"] == 0
+
+
+def test_flush_cache_forgets_every_prefix(demo):
+    assert wait_until(demo.idle, 5)
+    demo.post("/v1/completions", prompt=COUNTING, max_tokens=1)
+    assert demo.client.post("/flush_cache").status_code == 200
+    usage = demo.post("/v1/completions", prompt=COUNTING, max_tokens=1).json()["usage"]
+    assert usage["prompt_tokens_details"]["cached_tokens"] == 0
+
+
+def test_info_speaks_of_the_model(demo):
+    info = demo.client.get("/get_model_info").json()
+    assert info["model_path"] == "demo" and info["context_length"] == 8192 and info["vocab_size"] == 49152 and info["max_total_tokens"] == 16384
+    assert 2 in info["eos_token_ids"] and info["has_chat_template"]
+    config = demo.client.get("/get_server_info").json()
+    assert config["dtype"] == "float32" and config["page_size"] == 1
+
+
+# -------------------------------------------------------------------------------------------------------------------- command line
+
+def run(*flags: str) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, "-m", "nano_sgl.server", "--port", "0", *flags], capture_output=True, text=True, cwd=HERE.parent, timeout=120)
+
+
+def test_help_names_every_flag_with_a_text():
+    from nano_sgl.engine import EngineConfig
+    from nano_sgl.server import ServerConfig
+    text = run("--help").stdout
+    for config in (EngineConfig, ServerConfig):
+        for name, field in config.__dataclass_fields__.items():
+            assert f"--{name.replace('_', '-')}" in text and field.metadata["help"].split()[0] in text
+
+
+def test_what_cannot_start_says_why_in_a_sentence(tmp_path):
+    for flags, words in ((("--model", str(tmp_path)), "config.json"), (("--no-such-flag", "1"), "--no-such-flag"),
+                         (("--context-length", "9000"), "context_length")):
+        done = run(*flags)
+        assert done.returncode in (1, 2) and words in done.stderr and "Traceback" not in done.stderr, done.stderr
