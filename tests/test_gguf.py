@@ -309,6 +309,31 @@ def test_files_cut_short_anywhere(tmp_path):
             weights.GGUF(file)
 
 
+def test_damaged_files_end_in_one_sentence(tmp_path):
+    """Bits flipped anywhere in the header: the file still reads, or a ModelError says what is wrong; nothing else, and soon."""
+    file, rng = tmp_path / "m.gguf", random.Random(0)
+    write(file, tiny.checkpoint(tmp_path / "hf"), metadata={"general.alignment": 32})
+    data, refused = file.read_bytes(), 0
+    end = data.index(b"blk.1.attn_v.weight") + 100
+    for _ in range(600):
+        broken = bytearray(data)
+        for at in rng.sample(range(4, end), 3):
+            broken[at] ^= 1 << rng.randrange(8)
+        file.write_bytes(broken)
+        try:
+            weights.gguf_config(weights.GGUF(file))
+        except ModelError as error:
+            refused += 1
+            assert "m.gguf" in str(error) or "llama" in str(error), error
+    assert refused > 200
+
+
+def test_a_value_for_each_layer_is_refused(tmp_path):
+    write(tmp_path / "m.gguf", tiny.checkpoint(tmp_path / "hf"), metadata={"attention.head_count_kv": [2, 1]})
+    with pytest.raises(ModelError, match="llama.attention.head_count_kv of .* is not one number"):
+        weights.resolve(tmp_path / "m.gguf")
+
+
 def test_other_versions_and_byte_orders(tmp_path):
     file = tmp_path / "m.gguf"
     for version in (struct.pack("<I", 1), struct.pack(">I", 3)):
@@ -466,6 +491,13 @@ def test_bos_where_the_file_or_the_family_says_so(tmp_path):
     assert begin(bpe_metadata("gpt-2", **{"ggml.add_bos_token": True}))
     assert begin(bpe_metadata("llama-bpe"))
     assert not begin(bpe_metadata("llama-bpe", **{"ggml.add_bos_token": False}))
+
+
+@pytest.mark.parametrize("change", [{"ggml.merges": ["nothing here"]}, {"ggml.model": "llama"}, {"ggml.bos_token_id": "one"}])
+def test_a_vocabulary_that_does_not_fit_together(change, tmp_path):
+    write(tmp_path / "m.gguf", tiny.checkpoint(tmp_path / "hf"), tokenizer=bpe_metadata("gpt-2") | change)
+    with pytest.raises(ModelError, match="the tokenizer inside .*m.gguf is damaged"):
+        weights.resolve(tmp_path / "m.gguf")
 
 
 def test_recommended_sampling_values(tmp_path):

@@ -74,7 +74,10 @@ class Served:
         answer = self.post("/v1/completions", prompt="hi", max_tokens=4, temperature=0)
         assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == 4
 
-    def close(self) -> None:
+    def __enter__(self) -> "Served":
+        return self
+
+    def __exit__(self, *_) -> None:
         self.client.close()
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGINT)
@@ -100,9 +103,8 @@ def wait_until(condition, seconds: float = 2.0) -> bool:
 
 @pytest.fixture(scope="module")
 def served():
-    server_process = Served()
-    yield server_process
-    server_process.close()
+    with Served() as running:
+        yield running
 
 
 def check_refused(response: httpx.Response, status: int = 400, param: str | None = None, names: str = "") -> dict:
@@ -551,62 +553,56 @@ def test_flush_cache_refuses_while_requests_run(served):
 
 
 def test_log_says_how_to_ask_and_has_a_line_while_serving():
-    own = Served("--served-model-name", "org/name")
-    try:
+    with Served("--served-model-name", "org/name") as own:
         command = re.search(r"curl .*", own.log)[0]
         assert '"model": "org/name"' in command
-        import shlex
         out = subprocess.run(shlex.split(command.replace("curl", "curl -s")), capture_output=True, text=True)
         assert json.loads(out.stdout)["choices"][0]["message"]["content"].startswith("abc")
         own.post("/v1/completions", model="org/name", prompt="SLOW", max_tokens=80)
-    finally:
         own.process.send_signal(signal.SIGTERM)
-        log = own.process.communicate(timeout=20)[1]
-        own.client.close()
-    assert re.search(r"running 1, queued 0 \| \d+ tok/s out, \d+ tok/s computed \| prefix hits \d+% \| KV 5% in use, 5% cached", log), log
-    assert own.process.returncode == 0
+        own.log += own.process.stderr.read()
+        assert own.process.wait(20) == 0
+    line = r"running 1, queued 0 \| \d+ tok/s out, \d+ tok/s computed \| prefix hits \d+% \| KV 5% in use, 5% cached"
+    assert re.search(line, own.log), own.log
 
 
 def check_gone(own: Served, child: int, directory: Path) -> None:
     assert own.process.wait(20) == 0
     assert not directory.exists() and not Path(f"/proc/{child}").exists()
-    own.close()
 
 
 def test_a_signal_ends_everything_and_leaves_nothing_behind():
-    own = Served()
-    child, directory = own.child, own.directory
-    assert directory.stat().st_mode & 0o777 == 0o700
-    own.process.send_signal(signal.SIGINT)
-    check_gone(own, child, directory)
+    with Served() as own:
+        child, directory = own.child, own.directory
+        assert directory.stat().st_mode & 0o777 == 0o700
+        own.process.send_signal(signal.SIGINT)
+        check_gone(own, child, directory)
 
 
 def test_a_signal_while_the_model_loads_leaves_nothing_behind():
     with tempfile.TemporaryDirectory(dir="/tmp") as directory:
         env = {**os.environ, "PYTHONPATH": str(HERE.parent), "TMPDIR": directory}
-        process = subprocess.Popen([sys.executable, str(HERE / "fake_engine.py"), "serve", "--port", "0"], stderr=subprocess.PIPE, text=True, env=env)
-        assert "listening" in process.stderr.readline()
-        assert wait_until(lambda: os.listdir(directory), 10)
-        process.send_signal(signal.SIGINT)
-        assert process.wait(20) == 0 and "Traceback" not in process.stderr.read()
-        process.stderr.close()
+        with subprocess.Popen([sys.executable, str(HERE / "fake_engine.py"), "serve", "--port", "0"], stderr=subprocess.PIPE, text=True,
+                              env=env) as process:
+            assert "listening" in process.stderr.readline()
+            assert wait_until(lambda: os.listdir(directory), 10)
+            process.send_signal(signal.SIGINT)
+            assert process.wait(20) == 0 and "Traceback" not in process.stderr.read()
         assert not os.listdir(directory)
 
 
 def test_a_signal_lets_open_calls_finish():
-    own = Served()
-    child, directory = own.child, own.directory
-    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+    with Served() as own, concurrent.futures.ThreadPoolExecutor(1) as pool:
+        child, directory = own.child, own.directory
         answer = pool.submit(own.post, "/v1/completions", prompt="SLOW", max_tokens=60)
         assert wait_until(lambda: own.stats()["running"] == 1)
         own.process.send_signal(signal.SIGTERM)
         assert answer.result().json()["usage"]["completion_tokens"] == 60
-    check_gone(own, child, directory)
+        check_gone(own, child, directory)
 
 
 def test_a_second_signal_does_not_wait():
-    own = Served()
-    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+    with Served() as own, concurrent.futures.ThreadPoolExecutor(1) as pool:
         answer = pool.submit(own.post, "/v1/completions", prompt="MUTE")
         assert wait_until(lambda: own.stats()["running"] == 1)
         own.process.send_signal(signal.SIGINT)
@@ -614,38 +610,33 @@ def test_a_second_signal_does_not_wait():
         own.process.send_signal(signal.SIGINT)
         check_refused(answer.result(), status=503)
         assert own.process.wait(4) == 0
-    own.close()
 
 
 def test_the_child_goes_with_a_parent_that_is_killed():
-    own = Served()
-    child, directory = own.child, own.directory
-    own.process.kill()
-    assert wait_until(lambda: not Path(f"/proc/{child}").exists(), 5) and not directory.exists()
-    own.close()
+    with Served() as own:
+        child, directory = own.child, own.directory
+        own.process.kill()
+        assert wait_until(lambda: not Path(f"/proc/{child}").exists(), 5) and not directory.exists()
 
 
 def test_a_child_that_dies_gives_every_call_an_error_and_turns_health_red():
-    own = Served()
-    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+    with Served() as own, concurrent.futures.ThreadPoolExecutor(2) as pool:
         streamed = pool.submit(own.post, "/v1/completions", prompt="SLOW one", max_tokens=400, stream=True)
         plain = pool.submit(own.post, "/v1/completions", prompt="SLOW two", max_tokens=400)
         assert wait_until(lambda: own.stats()["running"] == 2)
         check_refused(own.post("/v1/completions", prompt="CRASH"), status=503, names="has died")
         check_refused(plain.result(), status=503)
         assert '"error"' in streamed.result().text
-    check_refused(own.client.get("/health"), status=503, names="exit code 3")
-    check_refused(own.post("/v1/completions", prompt="hi"), status=503)
-    assert own.client.get("/v1/nothing").status_code == 404
-    own.close()
+        check_refused(own.client.get("/health"), status=503, names="exit code 3")
+        check_refused(own.post("/v1/completions", prompt="hi"), status=503)
+        assert own.client.get("/v1/nothing").status_code == 404
     assert own.process.returncode == 0
 
 
 def test_an_engine_whose_books_are_wrong_does_not_go_on():
-    own = Served()
-    assert "error" in own.post("/v1/completions", prompt="RAISE BAD").text
-    assert wait_until(lambda: own.client.get("/health").status_code == 503)
-    own.close()
+    with Served() as own:
+        assert "error" in own.post("/v1/completions", prompt="RAISE BAD").text
+        assert wait_until(lambda: own.client.get("/health").status_code == 503)
 
 
 def test_a_port_in_use_is_refused_with_a_sentence():
