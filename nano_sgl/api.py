@@ -20,8 +20,10 @@ Work is bounded before it is done: lists are counted before anything is built fo
 than the longest token times the context is refused before it is tokenised.
 
 Invariant: `usage` counts a prompt once however many samples it has; text, ids, logprobs of a choice are cut by the engine, never
-here. Cost: one tokenisation a prompt; about 20 us of JSON a chunk. Stops holding: text in, text out; tools and response formats
-are refused by name. Source: OpenAI's API reference (chat, completions, legacy logprobs), SGLang 0.5's /generate.
+here.
+
+Cost: one tokenisation a prompt; about 20 us of JSON a chunk. Stops holding: text in, text out; tools and response formats are
+refused by name. Source: OpenAI's API reference (chat, completions, legacy logprobs), SGLang 0.5's /generate.
 """
 
 from __future__ import annotations
@@ -57,8 +59,9 @@ NO_EFFECT = {
 # Fields that are known and not supported, with the values that mean "not used": those pass, any other value is refused by name.
 NOT_USED: dict[str, list] = {
     "tools": [[]], "tool_choice": ["none", "auto"], "functions": [[]], "function_call": ["none", "auto"],
-    "response_format": [{"type": "text"}], "modalities": [["text"]], "audio": [], "web_search_options": [], "reasoning_effort": ["none"],
-    "best_of": [1], "suffix": [""], "chat_template": [], "spaces_between_special_tokens": [True], "return_hidden_states": [False],
+    "response_format": [{"type": "text"}], "modalities": [["text"]], "audio": [], "web_search_options": [],
+    "reasoning_effort": ["none"], "best_of": [1], "suffix": [""], "chat_template": [], "spaces_between_special_tokens": [True],
+    "return_hidden_states": [False],
 }
 # Sampling fields that each route spells in its own way; all others a body may hold as they are.
 LOGPROB_FIELDS = {"logprobs", "prompt_logprobs", "logprob_start_len"}
@@ -210,10 +213,12 @@ class Reader:
                 self.why_no_chat = str(error)
 
     def chat(self, raw: bytes) -> Call:
+        """The call that a body of /v1/chat/completions makes. This and the next two raise RequestError where there is none."""
         body, sampling = sort_fields(read_json(raw), ChatBody)
         self._check(body)
         if self.template is None:
-            raise RequestError(f"{self.why_no_chat}: use /v1/completions, or start the server with --chat-template FILE", "messages")
+            raise RequestError(f"{self.why_no_chat}: use /v1/completions, or start the server with --chat-template FILE",
+                               "messages")
         if body.top_logprobs is not None and not body.logprobs:
             raise RequestError("top_logprobs needs logprobs: true", "top_logprobs")
         for name, kin in (("top_logprobs", "logprobs"), ("max_completion_tokens", "max_tokens")):
@@ -222,9 +227,10 @@ class Reader:
         messages = read_messages(body.messages)
         self.codec.check_length(sum(len(m["content"]) for m in messages), self.ready.context_len)
         if len(messages) > self.ready.context_len:
-            raise RequestError(f"{len(messages)} messages cannot fit into a context of {self.ready.context_len} tokens", "messages")
-        ids = self.template.encode(messages, continue_final=body.continue_final_message, add_generation_prompt=body.add_generation_prompt,
-                                   variables=body.chat_template_kwargs)
+            raise RequestError(f"{len(messages)} messages cannot fit into a context of {self.ready.context_len} tokens",
+                               "messages")
+        ids = self.template.encode(messages, continue_final=body.continue_final_message,
+                                   add_generation_prompt=body.add_generation_prompt, variables=body.chat_template_kwargs)
         sampling.setdefault("max_tokens", None)
         if body.max_completion_tokens is not None:
             sampling["max_tokens"] = body.max_completion_tokens
@@ -232,6 +238,7 @@ class Reader:
         return self._call(body, [Prompt(ids)], [params], ChatAnswer, "chatcmpl-")
 
     def completion(self, raw: bytes) -> Call:
+        """The call that a body of /v1/completions makes."""
         body, sampling = sort_fields(read_json(raw), CompletionBody)
         self._check(body)
         sampling.setdefault("max_tokens", 16)
@@ -240,6 +247,7 @@ class Reader:
         return self._call(body, prompts, [params] * len(prompts), CompletionAnswer, "cmpl-")
 
     def generate(self, raw: bytes) -> Call:
+        """The call that a body of /generate makes."""
         body, _ = sort_fields(read_json(raw), GenerateBody)
         self._check(body)
         if (body.text is None) == (body.input_ids is None):
@@ -255,8 +263,8 @@ class Reader:
     def _native_params(self, given: dict, logprob: bool, start: int, top: int) -> SamplingParams:
         kept = {name: value for name, value in given.items() if _is_used(name, value)}
         if misplaced := LOGPROB_FIELDS & set(kept):
-            raise RequestError(f"sampling_params: {misplaced.pop()} is spelled return_logprob, top_logprobs_num and logprob_start_len on this "
-                               "route, beside sampling_params", "sampling_params")
+            raise RequestError(f"sampling_params: {misplaced.pop()} is spelled return_logprob, top_logprobs_num and "
+                               "logprob_start_len on this route, beside sampling_params", "sampling_params")
         if logprob:
             kept["logprobs"] = top
             if start >= 0:
@@ -271,7 +279,9 @@ class Reader:
             raise RequestError(f"the model {show(name)} is not served here; this server has {self.model!r}", "model", 404)
 
     def model_card(self) -> dict:
-        return {"id": self.model, "object": "model", "created": self.created, "owned_by": "nano_sgl", "max_model_len": self.ready.context_len}
+        """The served model, as OpenAI lists models."""
+        return {"id": self.model, "object": "model", "created": self.created, "owned_by": "nano_sgl",
+                "max_model_len": self.ready.context_len}
 
     def _check(self, body: Body) -> None:
         self.check_model(body.model)
@@ -302,31 +312,33 @@ class Reader:
                 raise RequestError(f"{name}[{n}]: expected text or a list of token ids, got {show(item)}", name)
         return prompts
 
-    def _call(self, body: Body, prompts: list[Prompt], params: list[SamplingParams], answer: type["Answer"], prefix: str, **options) -> Call:
+    def _call(self, body: Body, prompts: list[Prompt], params: list[SamplingParams], answer: type["Answer"], prefix: str,
+              **options) -> Call:
         if sum(p.n for p in params) > MAX_CHOICES:
-            raise RequestError(f"{len(prompts)} prompts with n = {params[0].n} are too many answers; at most {MAX_CHOICES} in one call", "n")
+            raise RequestError(f"{len(prompts)} prompts with n = {params[0].n} are too many answers; at most {MAX_CHOICES} go "
+                               "into one call", "n")
         for name in ("cache_salt", "extra_key"):
             if "\0" in getattr(body, name):
                 raise RequestError(f"{name} must not hold a NUL character", name)
         namespace = body.cache_salt + ("\0" + body.extra_key if body.extra_key else "")
-        base = prefix + uuid.uuid4().hex
-        many = [f"{base}-{n}" for n in range(len(prompts))] if len(prompts) > 1 else [base]
-        if isinstance(body.rid, str):
-            base, many = body.rid, [body.rid if len(prompts) == 1 else f"{body.rid}-{n}" for n in range(len(prompts))]
-        elif body.rid is not None:
-            many = _for_each(body.rid, len(prompts), "rid")
+        base = body.rid if isinstance(body.rid, str) else prefix + uuid.uuid4().hex
+        rids = body.rid if isinstance(body.rid, list) else _numbered(base, len(prompts))
         choices = []
-        for prompt, p, rid in zip(prompts, params, many):
-            one = msgspec.structs.replace(p, n=1)
+        for prompt, p, rid in zip(prompts, params, _for_each(rids, len(prompts), "rid")):
+            one, rids = msgspec.structs.replace(p, n=1), _numbered(rid, p.n)
             for index in range(p.n):
-                request = Request(rid=rid if p.n == 1 else f"{rid}-{index}", prompt_ids=prompt.ids, params=one, index=index, stream=body.stream,
-                                  namespace=namespace, priority=body.priority, routing_key=body.routing_key)
+                request = Request(rid=rids[index], prompt_ids=prompt.ids, params=one, index=index,
+                                  stream=body.stream, namespace=namespace, priority=body.priority, routing_key=body.routing_key)
                 if index == 0:
                     request.verify(self.ready.vocab_size, self.ready.context_len)
                 choices.append(Choice(len(choices), request, prompt, self.codec))
         if len({c.request.rid for c in choices}) < len(choices):
             raise RequestError("rid: two requests of one call have the same id", "rid")
         return Call([c.request for c in choices], answer(base, self.model, body, choices, self.codec, **options), body.stream)
+
+
+def _numbered(name: str, count: int) -> list[str]:
+    return [name] if count == 1 else [f"{name}-{n}" for n in range(count)]
 
 
 def _for_each(value: Any, count: int, name: str) -> list:
@@ -395,8 +407,8 @@ class Answer:
     def usage(self) -> dict:
         """Tokens of the call: each prompt counts once, however many samples it has."""
         firsts = [c for c in self.choices if c.request.index == 0]
-        prompt_tokens, completion_tokens = sum(len(c.prompt.ids) for c in firsts), sum(len(c.output_ids) for c in self.choices)
-        return {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens, "total_tokens": prompt_tokens + completion_tokens,
+        prompt, completion = sum(len(c.prompt.ids) for c in firsts), sum(len(c.output_ids) for c in self.choices)
+        return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion,
                 "prompt_tokens_details": {"cached_tokens": sum(c.cached_tokens for c in firsts)}}
 
     def events(self, choice: Choice, chunk: Chunk) -> list:
@@ -413,8 +425,8 @@ class Answer:
         raise NotImplementedError
 
     def _head(self, choices: list[dict], usage: dict | None) -> dict:
-        head = {"id": self.id, "object": self.object + (".chunk" if self.body.stream and self.object == "chat.completion" else ""),
-                "created": self.created, "model": self.model, "choices": choices}
+        head = {"id": self.id, "object": self.chunk_object if self.body.stream else self.object, "created": self.created,
+                "model": self.model, "choices": choices}
         if usage is not None or self.include_usage:
             head["usage"] = usage
         return head
@@ -429,7 +441,7 @@ class Answer:
 
 class ChatAnswer(Answer):
     """OpenAI's chat: a message, or deltas of one; the role comes first, the end in a chunk of its own."""
-    object = "chat.completion"
+    object, chunk_object = "chat.completion", "chat.completion.chunk"
 
     def events(self, choice: Choice, chunk: Chunk) -> list:
         events = []
@@ -451,13 +463,13 @@ class ChatAnswer(Answer):
         def show_token(token_id: int, logprob: float) -> dict:
             return {"token": self.codec.token_text(token_id), "logprob": max(logprob, LOWEST_LOGPROB),
                     "bytes": list(self.codec.token_bytes(token_id))}
-        return {"content": [{**show_token(e.token_id, e.logprob), "top_logprobs": [show_token(*top) for top in e.top]} for e in entries],
-                "refusal": None}
+        return {"content": [{**show_token(e.token_id, e.logprob), "top_logprobs": [show_token(*top) for top in e.top]}
+                            for e in entries], "refusal": None}
 
 
 class CompletionAnswer(Answer):
     """OpenAI's legacy completions: plain text, the prompt in front of it on request, logprobs in parallel lists."""
-    object = "text_completion"
+    object = chunk_object = "text_completion"
 
     def events(self, choice: Choice, chunk: Chunk) -> list:
         first = not choice.started
@@ -531,8 +543,9 @@ class GenerateAnswer(Answer):
 
 def _demo() -> None:
     """One body, the requests it becomes, and what three chunks of the engine become."""
-    ready = Ready(model="demo", path="", vocab_size=258, context_len=512, max_total_tokens=512, end_ids=[257], chat_template=CHATML,
-                  tokenizer_json=byte_tokenizer().to_str(), special_tokens={}, generation_defaults={"temperature": 0.6}, config={})
+    ready = Ready(model="demo", path="", vocab_size=258, context_len=512, max_total_tokens=512, end_ids=[257], config={},
+                  tokenizer_json=byte_tokenizer().to_str(), chat_template=CHATML, special_tokens={},
+                  generation_defaults={"temperature": 0.6})
     reader = Reader(ready, "demo")
     body = b'{"messages": [{"role": "user", "content": "hi"}], "max_tokens": 9, "n": 2, "stream": true, "stop": "!"}'
     call = reader.chat(body)
@@ -545,11 +558,11 @@ def _demo() -> None:
         for event in call.answer.add(chunk):
             print(f"  <- {msgspec.json.encode(event['choices'][0]).decode()}")
     print(f"  usage so far: {call.answer.usage()}")
-    for wrong in (b'{"messages": []}', b'{"messages": "hi"}', b'{"temprature": 1, "messages": [{"role": "user", "content": "hi"}]}', b'{"top_p": NaN}'):
+    for wrong in (b'{"messages": []}', b'{"messages": "hi"}', b'{"temprature": 1, "messages": []}', b'{"top_p": NaN}'):
         try:
             reader.chat(wrong)
         except RequestError as error:
-            print(f"{wrong.decode()}\n  <- {error.status} {error.param}: {error}")
+            print(f"{wrong.decode()}\n  <- {error.status}: {error}")
 
 
 if __name__ == "__main__":

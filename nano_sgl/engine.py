@@ -39,10 +39,10 @@ import regex
 import torch
 from tqdm import tqdm
 
-from . import kernels, sampling, weights
+from . import attention, sampling, weights
 from .memory import KVPool, Rows, SlotAllocator
 from .chat import ChatTemplate, Codec, Message, read_messages
-from .model import ForwardBatch, Model, load
+from .model import ForwardBatch, Model, ModelConfig, load
 from .protocol import Chunk, Logprob, Output, Request, RequestError, SamplingParams, convert, derive_seed
 from .radix import EVICTION, Tree
 from .scheduler import POLICIES, Batch, Req, Scheduler
@@ -74,7 +74,7 @@ class EngineConfig:
     schedule_policy: str = flag("fcfs", "order of the waiting requests", POLICIES)
     radix_eviction_policy: str = flag("lru", "which cached prefix goes first", EVICTION)
     disable_radix_cache: bool = flag(False, "keep no KV of finished requests and share none")
-    attention_backend: str | None = flag(None, "triton on GPU, torch on CPU by default", kernels.ATTENTION)
+    attention_backend: str | None = flag(None, "triton on GPU, torch on CPU by default", attention.ATTENTION)
     random_seed: int | None = flag(None, "base of the seeds of requests that name none; random by default")
     threads: int | None = flag(None, "CPU threads; as many as cores by default")
 
@@ -200,14 +200,15 @@ class Engine:
             torch.set_num_threads(config.threads)
         self.path = weights.resolve(config.model)
         self.tokenizer = weights.load_tokenizer(self.path)
-        self.model: Model = load(self.path, config.dtype, self.device, context_len=config.context_length)
+        made_for = ModelConfig.from_dict(weights.load_config(self.path)).context_len
+        self.context_len = config.context_length or made_for
+        if self.context_len > made_for:
+            raise ValueError(f"context_length is {self.context_len}, but the model was made for {made_for} positions")
+        self.model: Model = load(self.path, config.dtype, self.device, context_len=self.context_len)
         model = self.model.config
         self.vocab_size = model.vocab_size
         self.end_ids = weights.end_ids(self.path, self.tokenizer)
-        self.context_len = config.context_length or model.context_len
-        if self.context_len > model.context_len:
-            raise ValueError(f"context_length is {self.context_len}, but the model was made for {model.context_len} positions")
-
+        self.generation_defaults = weights.generation_defaults(self.path)
         max_running = config.max_running_requests or (64 if on_cpu else 256)
         num_slots = self._pool_size(config.max_total_tokens)
         slots = SlotAllocator(num_slots, config.page_size)
@@ -220,7 +221,7 @@ class Engine:
             context_len=self.context_len, schedule_policy=config.schedule_policy, cache=not config.disable_radix_cache,
             seed=config.random_seed or 0)
         backend = config.attention_backend or ("torch" if on_cpu else "triton")
-        self.attention = kernels.ATTENTION[backend](model.num_heads, model.num_kv_heads, model.head_dim)
+        self.attention = attention.ATTENTION[backend](model.num_heads, model.num_kv_heads, model.head_dim)
         self.sampler = sampling.SamplingState(max_running + 1, self.vocab_size, self.device)
         self.streams: dict[str, Stream] = {}
         self.flights: collections.deque[Flight] = collections.deque()
@@ -345,7 +346,7 @@ class Engine:
         slots = rows.table[token_rows, cols].long()                # [T] i64
         if (batch.store_from > batch.starts).any():                # recomputed tokens: the tree has their KV, and it may be locked by others
             slots = slots * (cols >= self._upload(batch.store_from)[of_token_t])
-        plan = kernels.plan(batch.rows, batch.q_lens, batch.kv_bounds, batch.shared, **self.attention.plan_options)
+        plan = attention.plan(batch.rows, batch.q_lens, batch.kv_bounds, batch.shared, **self.attention.plan_options)
         context = self.attention.prepare(plan, rows.table, cols)
         forward = ForwardBatch(input_ids=ids, positions=cols, slots=slots, attention=(self.attention, context))
         return forward, row_ids, self._upload(ends - 1), start + q_lens

@@ -119,8 +119,10 @@ def silu_mul(gate_up: torch.Tensor, backend: str | None = None) -> torch.Tensor:
 if triton is not None:
     jit, cdiv, pow2 = triton.jit, triton.cdiv, triton.next_power_of_2
     # Decorated once more, here: the interpreter's switch then counts as it stands when this module is imported, not when Triton was
-    maximum, minimum, total = jit(tl.max.fn), jit(tl.min.fn), jit(tl.sum.fn)
+    tile_max, tile_min, tile_sum = jit(tl.max.fn), jit(tl.min.fn), jit(tl.sum.fn)
 else:
+    cdiv = pow2 = tile_max = tile_min = tile_sum = None
+
     def jit(kernel):
         """Stands in for triton.jit, so that the kernels below are at least defined."""
         return kernel
@@ -141,7 +143,7 @@ def _rms_norm_kernel(x, residual, weight, out, new_residual, eps, size, heads, x
         value = value.to(dtype)
         tl.store(new_residual + row * size + i, value, inside)
         value = value.to(tl.float32)
-    scale = 1.0 / tl.sqrt(total(value * value, 0) / size + eps)
+    scale = 1.0 / tl.sqrt(tile_sum(value * value, 0) / size + eps)
     w = tl.load(weight + head * weight_stride + i, inside, 0.0).to(tl.float32)
     tl.store(out + row * size + i, (value * scale).to(dtype).to(tl.float32) * w, inside)
 

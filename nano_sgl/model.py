@@ -118,7 +118,7 @@ class ForwardBatch:
     input_ids: torch.Tensor                    # [T] int64
     positions: torch.Tensor                    # [T] int64
     slots: torch.Tensor                        # [T] int64: where each token's KV goes
-    attention: tuple                           # (backend of kernels.ATTENTION, what its prepare() returned)
+    attention: tuple                           # (backend of attention.ATTENTION, what its prepare() returned)
 
 
 @dataclass

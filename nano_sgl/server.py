@@ -24,9 +24,10 @@ Bodies end at 8 MiB; long ones are read and tokenised in a thread, so that other
 
 Invariant: each request that was taken ends in the engine exactly once: finished, or aborted when its Stream closes. A parent that
 goes, however it goes, takes the child along (the child reads its stdin until the end of it), and a child that goes gives every
-open call an error. Cost: two hops over a local socket a step. Stops holding: one engine, which is not restarted; no
-authentication, so loopback by default. Source: the process layout is SGLang's, where a tokenizer and a detokenizer process stand
-between.
+open call an error.
+
+Cost: two hops over a local socket a step. Stops holding: one engine, which is not restarted; no authentication, so loopback by
+default. Source: the process layout is SGLang's, where a tokenizer and a detokenizer process stand between.
 """
 
 from __future__ import annotations
@@ -85,15 +86,14 @@ class ServerConfig:
     host: str = field(default="127.0.0.1", metadata={"help": "address to listen on; 0.0.0.0 lets other machines in"})
     port: int = field(default=30000, metadata={"help": "port to listen on; 0 takes a free one"})
     served_model_name: str | None = field(default=None, metadata={"help": "the name clients use; what --model says by default"})
-    chat_template: str | None = field(default=None, metadata={"help": "a file with a chat template to use instead of the model's"})
-    log_level: str = field(default="info", metadata={"help": "how much to print", "choices": ("debug", "info", "warning", "error")})
+    chat_template: str | None = field(default=None, metadata={"help": "a file with the chat template to use, not the model's"})
+    log_level: str = field(default="info", metadata={"help": "what to print", "choices": ("debug", "info", "warning", "error")})
 
 
 # -------------------------------------------------------------------------------------------------------------- the parent's end
 
 class EngineProcess:
-    """The engine's process, seen from the HTTP process. `state` goes starting -> ready -> stopping or dead; `why` says what
-    killed it.
+    """The engine's process, seen from the HTTP process. `state`: starting, ready, stopping or dead; `why` says why not ready.
 
     command: what starts the child; the directory of the sockets is appended.
     """
@@ -193,7 +193,8 @@ class EngineProcess:
         while True:
             for event in decode_events(await self._events.recv()):
                 if isinstance(event, Ready):
-                    self.info, self.state = event, "ready"
+                    self.info = event
+                    self.state = "ready" if self.state == "starting" else self.state
                     self.settled.set()
                 elif isinstance(event, Reply):
                     reply = self._replies.pop(event.id, None)
@@ -231,8 +232,7 @@ class Stream:
         self._news.set()
 
     async def next(self) -> list[Chunk]:
-        """What has arrived, at least one chunk; [] when all requests have ended. RequestError where one failed, after what came
-        before."""
+        """What has arrived, at least one chunk; [] when all requests have ended. RequestError where one failed."""
         while not self._inbox and self.open:
             self._news.clear()
             await self._news.wait()
@@ -263,8 +263,7 @@ class Service:
         self.pool = ThreadPoolExecutor(2, "reader")
 
     async def prepare(self) -> None:
-        """Wait for the engine; build what depends on its model. ValueError, OSError: the chat template of the flags is no
-        good."""
+        """Wait for the engine; build what depends on its model. ValueError, OSError: the flags' chat template is no good."""
         await self.engine.settled.wait()
         if self.engine.state == "ready":
             template = None
@@ -274,6 +273,7 @@ class Service:
             info = self.engine.info
             name = self.config.served_model_name or info.model
             self.reader = await asyncio.get_running_loop().run_in_executor(self.pool, Reader, info, name, template)
+            self.pool.submit(getattr, self.reader.codec, "literal")  # so that the first user who needs it holds up nobody
 
     def ready_reader(self) -> Reader:
         self.engine.check_ready()
@@ -302,8 +302,7 @@ class Service:
             stream.close()
 
     async def _stream(self, call: Call, stream: Stream) -> Response:
-        """Wait for the engine's first word: a request that it rejects gets a status, not an event in a stream that began with
-        200."""
+        """Wait for the engine's first word: what it rejects gets a status, not an event in a stream that began with 200."""
         try:
             chunks = await stream.next()
         except BaseException:
@@ -313,8 +312,7 @@ class Service:
 
 
 class EventStream(Response):
-    """An answer as server-sent events, one for each chunk. The stream is closed when it has been sent, or when the client has
-    gone."""
+    """An answer as server-sent events. The stream is closed when all has been sent, or when the client has gone."""
 
     def __init__(self, answer: Answer, stream: Stream, chunks: list[Chunk]):
         super().__init__(media_type="text/event-stream", headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
@@ -365,8 +363,7 @@ async def race(receive: Callable, work: Coroutine) -> Any:
 
 
 async def read_body(request: fastapi.Request) -> bytes:
-    """The body, JSON by its content type, and not longer than MAX_BODY_BYTES: what is longer is refused before it has all
-    arrived."""
+    """The body: JSON by its content type, at most MAX_BODY_BYTES long. A longer one is refused before it has all arrived."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise RequestError(f"the content type is {kind or 'missing'}; send JSON with 'Content-Type: application/json'")
@@ -421,7 +418,8 @@ def create_app(service: Service) -> fastapi.FastAPI:
     async def generate(request: fastapi.Request) -> Response:
         return await service.serve(request, Reader.generate)
 
-    @app.api_route("/flush_cache", methods=["GET", "POST"])
+    @app.get("/flush_cache")
+    @app.post("/flush_cache")
     async def flush_cache() -> Response:
         service.ready_reader()
         if not await service.engine.ask("flush_cache"):
@@ -454,16 +452,17 @@ def add_info_routes(app: fastapi.FastAPI, service: Service) -> None:
     @app.get("/model_info")
     async def model_info() -> Response:
         reader, info = service.ready_reader(), engine.info
-        return to_json({"model_path": info.model, "tokenizer_path": info.path, "served_model_name": reader.model, "is_generation": True,
-                        "context_length": info.context_len, "max_total_tokens": info.max_total_tokens, "vocab_size": info.vocab_size,
-                        "eos_token_ids": info.end_ids, "default_sampling_params": info.generation_defaults,
-                        "has_chat_template": reader.template is not None})
+        return to_json({"model_path": info.model, "tokenizer_path": info.path, "served_model_name": reader.model,
+                        "is_generation": True, "context_length": info.context_len, "max_total_tokens": info.max_total_tokens,
+                        "vocab_size": info.vocab_size, "eos_token_ids": info.end_ids,
+                        "default_sampling_params": info.generation_defaults, "has_chat_template": reader.template is not None})
 
     @app.get("/get_server_info")
     @app.get("/server_info")
     async def server_info() -> Response:
         service.ready_reader()
-        return to_json({"version": nano_sgl.__version__, **engine.info.config, **asdict(service.config), "stats": await engine.ask("stats")})
+        return to_json({"version": nano_sgl.__version__, **engine.info.config, **asdict(service.config),
+                        "stats": await engine.ask("stats")})
 
 
 def add_error_handlers(app: fastapi.FastAPI) -> None:
@@ -476,7 +475,8 @@ def add_error_handlers(app: fastapi.FastAPI) -> None:
     @app.exception_handler(HTTPException)
     async def no_route(request: fastapi.Request, error: HTTPException) -> Response:
         where = f"{request.method} {request.url.path}"
-        message = {404: f"there is no {where}", 405: f"{where}: this path takes another method"}.get(error.status_code, str(error.detail))
+        messages = {404: f"there is no {where}", 405: f"{where}: this path takes another method"}
+        message = messages.get(error.status_code, str(error.detail))
         response = to_json(error_json(RequestError(message, status=error.status_code)), error.status_code)
         response.headers.update(error.headers or {})
         return response
@@ -545,8 +545,8 @@ def obey(engine: Any, commands: list, alive: set[str]) -> list:
 
 
 def step(engine: Any, alive: set[str]) -> list[Chunk]:
-    """One step. The engine answers for its own failures; should one get through, every request in it gets the error, and the
-    books are proved."""
+    """One step. The engine answers for its own failures; should one get through, its requests get the error, and the books are
+    proved: an engine whose books are wrong must not go on."""
     try:
         chunks = engine.step()
     except Exception as error:
@@ -554,7 +554,7 @@ def step(engine: Any, alive: set[str]) -> list[Chunk]:
         chunks = [Chunk(rid=rid, finish_reason="error", error=f"the engine failed: {error}") for rid in sorted(alive)]
         for rid in alive:
             engine.abort(rid)
-        engine.check()  # an engine whose books are wrong must not go on
+        engine.check()
     alive.difference_update(chunk.rid for chunk in chunks if chunk.finish_reason)
     return chunks
 
@@ -590,7 +590,8 @@ class Meter:
     def _say(self, now: float) -> None:
         new, old, seconds = self.engine.stats(), self.counts, now - self.since
         hits, prompts, slots = new["cached_tokens"], new["prompt_tokens"], new["kv_capacity"]
-        log.info("running %d, queued %d | %.0f tok/s out, %.0f tok/s computed | prefix hits %.0f%% | KV %.0f%% in use, %.0f%% cached",
+        log.info("running %d, queued %d | %.0f tok/s out, %.0f tok/s computed | prefix hits %.0f%% | "
+                 "KV %.0f%% in use, %.0f%% cached",
                  new["running"], new["waiting"], (new["output_tokens"] - old["output_tokens"]) / seconds,
                  (new["computed_tokens"] - old["computed_tokens"]) / seconds, 100 * hits / max(prompts, 1),
                  100 * (slots - new["kv_free"] - new["kv_cached"]) / slots, 100 * new["kv_cached"] / slots)
@@ -608,7 +609,7 @@ def go_with_parent(directory: str) -> None:
 
 
 def engine_main(directory: str, make_engine: Callable[[], Any]) -> int:
-    """The engine process from its beginning: exit code 1, and a sentence, where the engine cannot start."""
+    """The engine process from its beginning. Returns 1, after a sentence, where the engine cannot be made."""
     threading.Thread(target=go_with_parent, args=(directory,), daemon=True).start()
     try:
         engine = make_engine()
@@ -643,15 +644,21 @@ def pick(config: type, args: argparse.Namespace) -> Any:
 
 
 def child_main(argv: list[str]) -> int:
-    """The engine process: all flags are parsed here, where the engine may be imported.
-    argv: the flags, then the sockets' directory."""
+    """The engine process. argv: the flags, then the sockets' directory."""
+    def make_engine() -> Any:
+        args = parse_all_flags(argv[:-1])
+        set_up_logging(args.log_level)
+        return nano_sgl.Engine(pick(nano_sgl.EngineConfig, args))
+    return engine_main(argv[-1], make_engine)
+
+
+def parse_all_flags(argv: list[str]) -> argparse.Namespace:
+    """The flags of both processes. Imports the engine, for its flags and the names that they may take."""
     parser = argparse.ArgumentParser(prog="python -m nano_sgl.server", allow_abbrev=False,
                                      description="An OpenAI-compatible server, and SGLang's /generate.")
     add_flags(parser, nano_sgl.EngineConfig)
     add_flags(parser, ServerConfig)
-    args = parser.parse_args(argv[:-1])
-    set_up_logging(args.log_level)
-    return engine_main(argv[-1], lambda: nano_sgl.Engine(pick(nano_sgl.EngineConfig, args)))
+    return parser.parse_args(argv)
 
 
 def set_up_logging(level: str) -> None:
@@ -662,6 +669,8 @@ def set_up_logging(level: str) -> None:
 
 def listen(host: str, port: int) -> socket.socket:
     """A listening socket; SystemExit with a sentence where the address cannot be had."""
+    if not 0 <= port <= 65535:  # getaddrinfo would take it modulo 65536
+        raise SystemExit(f"cannot listen on {host}:{port}: ports are numbers from 0 to 65535")
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         sock = socket.socket(family, kind, protocol)
@@ -670,13 +679,13 @@ def listen(host: str, port: int) -> socket.socket:
         sock.listen(2048)  # at once, so that a second server cannot bind as well
         return sock
     except OSError as error:
-        hint = "another server is running there; stop it, or choose another --port" if error.errno == errno.EADDRINUSE else error.strerror
+        taken = error.errno == errno.EADDRINUSE
+        hint = "another server is running there; stop it, or choose another --port" if taken else error.strerror
         raise SystemExit(f"cannot listen on {host}:{port}: {hint}") from None
 
 
 class HTTPServer(uvicorn.Server):
-    """uvicorn, with our signals: the first lets open calls finish for DRAIN_S and then fails them, a second one ends them at
-    once."""
+    """uvicorn, with our signals: the first lets open calls finish for DRAIN_S and then fails them, the second fails them."""
 
     def __init__(self, settings: uvicorn.Config, engine: EngineProcess):
         super().__init__(settings)
@@ -731,17 +740,17 @@ async def announce(service: Service, server: HTTPServer, url: str) -> None:
 def main(argv: list[str] | None = None) -> int:
     """The command line. Returns the exit code."""
     argv = sys.argv[1:] if argv is None else argv
-    module = [sys.executable, "-m", "nano_sgl.server"]
     if argv[:1] == ["--engine-child"]:
         return child_main(argv[1:])
     if {"-h", "--help"} & set(argv):
-        os.execv(sys.executable, [*module, "--engine-child", "--help", ""])  # the engine's flags are known there
+        parse_all_flags(["--help"])
     parser = argparse.ArgumentParser(prog="python -m nano_sgl.server", allow_abbrev=False, add_help=False)
     add_flags(parser, ServerConfig)
     args, _ = parser.parse_known_args(argv)
     set_up_logging(args.log_level)
     config = pick(ServerConfig, args)
-    return asyncio.run(serve(config, listen(config.host, config.port), [*module, "--engine-child", *argv]))
+    command = [sys.executable, "-m", "nano_sgl.server", "--engine-child", *argv]
+    return asyncio.run(serve(config, listen(config.host, config.port), command))
 
 
 if __name__ == "__main__":

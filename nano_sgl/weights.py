@@ -206,8 +206,8 @@ class Checkpoint:
             raise ModelError(f"tensor {name} has shape {list(stored.shape)}, the config asks for {list(shape)} ({stored.file})")
 
     def same(self, first: str, second: str) -> bool:
-        """Whether two tensors hold the same values."""
-        return self.tensors[first].shape == self.tensors[second].shape and torch.equal(self.view(first), self.view(second))
+        """Whether two tensors are stored alike and hold the same values."""
+        return self.tensors[first].dtype == self.tensors[second].dtype and torch.equal(self.view(first), self.view(second))
 
     def _map(self, file: Path) -> mmap.mmap:
         if file not in self._maps:

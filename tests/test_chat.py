@@ -142,7 +142,8 @@ def templates(source: str, tokenizer: Tokenizer | None = None) -> tuple[ChatTemp
 CONVERSATIONS = [
     [{"role": "user", "content": "hi"}],
     [{"role": "system", "content": " Be brief. "}, {"role": "user", "content": "a  b\n\n"}],
-    [{"role": "user", "content": "Grüße 🙂"}, {"role": "assistant", "content": "<think>\nhm\n</think>\n\nyes"}, {"role": "user", "content": "so?"}],
+    [{"role": "user", "content": "Grüße 🙂"}, {"role": "assistant", "content": "<think>\nhm\n</think>\n\nyes"},
+     {"role": "user", "content": "so?"}],
     [{"role": "user", "content": "{{ messages }} {% raw %}"}, {"role": "assistant", "content": ""}, {"role": "user", "content": "日本語"},
      {"role": "assistant", "content": "x"}],
 ]
@@ -166,7 +167,8 @@ def test_rendering_and_ids_equal_transformers(name, number):
 
 
 def test_tojson_and_dates_follow_transformers():
-    source = "{{ messages | tojson }}|{{ messages | tojson(indent=2) }}|{{ strftime_now('%Y') }}|{% for m in messages %}{% if loop.first %}{% continue %}{% endif %}x{% endfor %}"
+    source = ("{{ messages | tojson }}|{{ messages | tojson(indent=2) }}|{{ strftime_now('%Y') }}|"
+              "{% for m in messages %}{% if loop.first %}{% continue %}{% endif %}x{% endfor %}")
     ours, oracle = templates(source)
     messages = [{"role": "user", "content": "<b> & 'ü' \"q\""}, {"role": "user", "content": "2"}]
     assert ours.render(messages) == oracle.apply_chat_template(messages, tokenize=False)
@@ -281,8 +283,9 @@ def test_messages_are_read_and_refused_by_name():
 @pytest.mark.parametrize("source", [
     "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
     "{% for i in range(99999) %}{% for j in range(99999) %}{{ 'x' * 1000 }}{% endfor %}{% endfor %}",
-    "{% macro f(n) %}{% for i in range(99999) %}{{ f(n) if n else '' }}{% endfor %}{% endmacro %}{{ f(0) }}{% for i in range(99999) %}{{ f(0) }}{% endfor %}",
-    "{{ 'x' * 10 ** 9 }}", "{{ [0] * 10 ** 9 }}", "{{ (2 ** 30000) ** 30000 }}", "{% set _deadline = 1e99 %}{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+    "{% macro f() %}{% for i in range(99999) %}{% endfor %}{% endmacro %}{% for i in range(99999) %}{{ f() }}{% endfor %}",
+    "{% set _deadline = 1e99 %}{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+    "{{ 'x' * 10 ** 9 }}", "{{ [0] * 10 ** 9 }}", "{{ (2 ** 30000) ** 30000 }}",
 ])
 def test_hostile_templates_are_stopped(source, monkeypatch):
     monkeypatch.setattr(chat, "RENDER_LIMIT_S", 0.3)
@@ -307,7 +310,8 @@ def test_templates_that_fail_refuse_the_messages(source, words):
 
 def test_loops_keep_their_counters_under_the_deadline():
     ours, oracle = templates("{% for m in messages %}{{ loop.index }}/{{ loop.length }}{{ loop.last }}{{ loop.previtem }}{% else %}none{% endfor %}"
-                             "{% for m in nothing %}x{% else %}none{% endfor %}{% for k, v in messages[0].items() if v == 'hi' recursive %}{{ k }}{% endfor %}")
+                             "{% for m in nothing %}x{% else %}none{% endfor %}"
+                             "{% for k, v in messages[0].items() if v == 'hi' recursive %}{{ k }}{% endfor %}")
     for messages in CONVERSATIONS:
         assert ours.render(messages) == oracle.apply_chat_template(messages, tokenize=False)
 

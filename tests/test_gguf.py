@@ -70,7 +70,7 @@ def random_blocks(kind: Q, shape: tuple[int, int], rng: np.random.Generator) -> 
 
 def write(file: Path, path: Path, kind: Q = Q.F32, *, arch: str | None = None, metadata: dict | None = None,
           tokenizer: dict | None = None, drop=(), tensors: dict | None = None) -> dict[str, torch.Tensor]:
-    """Write the checkpoint at `path` as GGUF. Returns what the file then holds, under `transformers`' names, rows in its order."""
+    """Write the checkpoint at `path` as GGUF. Returns what the file then holds, with `transformers`' names and order of rows."""
     hf = transformers.AutoConfig.from_pretrained(path)
     net, rng, held = tiny.reference(path), np.random.default_rng(0), {}
     arch = arch or hf.model_type
@@ -346,7 +346,8 @@ def test_other_versions_and_byte_orders(tmp_path):
 
 
 TEXTS = ["", " ", "  ", "Hello world", " Hello  world ", "the year 2024, and 3.14159", "I'll can't WE'RE", "1234567890",
-         "...!?--", "tab\tand\nnewlines\r\n\r\n  x", "\u00fcber stra\u00dfe \u00c5ngstr\u00f6m e\u0301", "x = {'a': [1, 2]}  # no",
+         "...!?--", "tab\tand\nnewlines\r\n\r\n  x",
+         "\u00fcber stra\u00dfe \u00c5ngstr\u00f6m e\u0301", "x = {'a': [1, 2]}  # no",
          "\u4f60\u597d\uff0c\u4e16\u754c \U0001f600\U0001f468\u200d\U0001f469", "\u0663\u0664 \u2167 \u00bd", "a\u00a0b\u3000c",
          "\ufb01ne \u212b", "<|end|>", "the<|end|>and <|user|> in<|end|>", "<|en d|>"]
 
@@ -396,7 +397,7 @@ PATTERNS = {  # as in the tokenizer.json of Llama 3, Mistral Nemo, Qwen2 and GPT
 
 
 def bpe_encode(metadata: dict, pattern: str, text: str, whole_pieces: bool) -> list[int]:
-    """Byte-level BPE written down: special tokens apart, pieces by the pattern, in each the merge of best rank until there is none."""
+    """Byte-level BPE written down: special tokens apart, pieces by the pattern, in each the best merge until there is none."""
     index = {token: i for i, token in enumerate(metadata["ggml.tokens"])}
     rank = {tuple(merge.split(" ")): i for i, merge in enumerate(metadata["ggml.merges"])}
     spelling, out = bytes_to_unicode(), []

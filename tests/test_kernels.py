@@ -8,7 +8,7 @@ import torch
 from triton_interpreter import DEVICE
 from triton_interpreter import kernels as interpreted
 
-from nano_sgl import kernels
+from nano_sgl import attention, kernels
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
@@ -173,15 +173,15 @@ def test_plan_covers_every_column_once():
         rows = rng.permutation(50)[:count].tolist()
         options = dict(group=int(rng.choice([1, 3, 4])), tiles=[(16, 64), (1 << 30,), (32,)][rng.integers(3)], programs=int(rng.integers(1, 9)),
                        min_split=[16, 64, 1 << 30][rng.integers(3)], item_cost=[0, 8, 64][rng.integers(3)], partial_cost=[0, 2, 8][rng.integers(3)])
-        plan = kernels.plan(rows, q_lens, bounds, shared, **options)
+        plan = attention.plan(rows, q_lens, bounds, shared, **options)
         audit(rows, q_lens, bounds, shared, plan)
-        again = kernels.plan(rows, q_lens, bounds, shared, **options)
+        again = attention.plan(rows, q_lens, bounds, shared, **options)
         assert np.array_equal(plan.items, again.items) and np.array_equal(plan.shifts, again.shifts)
 
 
 def test_shared_runs_at_every_level_are_read_once():
     shared = [(0, 8, 0, 1000), (0, 4, 1000, 1300), (4, 8, 1000, 1200), (0, 2, 1300, 1500)]
-    plan = kernels.plan(range(8), [1] * 8, [1600] * 8, shared, item_cost=0, partial_cost=0)
+    plan = attention.plan(range(8), [1] * 8, [1600] * 8, shared, item_cost=0, partial_cost=0)
     read = sorted((end - start, q_len) for _, q_len, _, start, end, _ in plan.items.tolist() if q_len > 1)
     assert read == [(200, 2), (200, 4), (300, 4), (1000, 8)]
     assert sum(end - start for _, _, _, start, end, _ in plan.items.tolist()) == 1000 + 300 + 200 + 200 + 2 * 100 + 2 * 300 + 4 * 400
@@ -189,44 +189,45 @@ def test_shared_runs_at_every_level_are_read_once():
 
 def test_short_shared_runs_are_folded_into_what_lies_below():
     shared = [(0, 8, 0, 10), (0, 4, 10, 500)]  # a chat template's first tokens, then a long document of four rows
-    plan = kernels.plan(range(8), [1] * 8, [600] * 8, shared, item_cost=64, partial_cost=8)
+    plan = attention.plan(range(8), [1] * 8, [600] * 8, shared, item_cost=64, partial_cost=8)
     runs = sorted((q_start, q_len, start, end) for q_start, q_len, _, start, end, _ in plan.items.tolist())
     assert runs == [(0, 1, 500, 600), (0, 4, 0, 500), *((b, 1, 500, 600) for b in (1, 2, 3)), *((b, 1, 0, 600) for b in (4, 5, 6, 7))]
 
 
 def test_a_chain_of_nodes_is_one_item():
-    plan = kernels.plan([0, 1], [1, 1], [2000, 2000], [(0, 2, 0, 700), (0, 2, 700, 900), (0, 2, 900, 1500)])
+    plan = attention.plan([0, 1], [1, 1], [2000, 2000], [(0, 2, 0, 700), (0, 2, 700, 900), (0, 2, 900, 1500)])
     assert [(q_len, start, end) for _, q_len, _, start, end, _ in plan.items.tolist() if q_len == 2] == [(2, 0, 1500)]
 
 
 def test_long_runs_are_split_until_the_programs_are_busy():
-    alone = kernels.plan([0], [1], [8192], programs=8, min_split=256)
+    alone = attention.plan([0], [1], [8192], programs=8, min_split=256)
     assert len(alone.items) == 8 and alone.partials == 8
-    many = kernels.plan(range(64), [1] * 64, [8192] * 64, programs=8, min_split=256)
+    many = attention.plan(range(64), [1] * 64, [8192] * 64, programs=8, min_split=256)
     assert len(many.items) == 64 and many.partials == 0
-    assert len(kernels.plan([0], [1], [300], programs=64, min_split=256).items) == 2
+    assert len(attention.plan([0], [1], [300], programs=64, min_split=256).items) == 2
 
 
 def test_query_blocks_of_a_prefill_end_at_their_diagonal():
-    plan = kernels.plan([0], [100], [130], group=3, tiles=(16, 64))
+    plan = attention.plan([0], [100], [130], group=3, tiles=(16, 64))
     assert sorted(plan.items[:, [0, 1, 4]].tolist()) == [[0, 21, 51], [21, 21, 72], [42, 21, 93], [63, 21, 114], [84, 16, 130]]
 
 
 def test_rows_without_tokens_and_an_empty_batch():
-    assert len(kernels.plan([], [], []).items) == 0
-    plan = kernels.plan([4, 5, 6], [0, 2, 0], [40, 50, 0], [(0, 3, 0, 40)], item_cost=0, partial_cost=0)
+    assert len(attention.plan([], [], []).items) == 0
+    plan = attention.plan([4, 5, 6], [0, 2, 0], [40, 50, 0], [(0, 3, 0, 40)], item_cost=0, partial_cost=0)
     audit([4, 5, 6], [0, 2, 0], [40, 50, 0], [(0, 3, 0, 40)], plan)
 
 
 def test_a_bound_below_the_rows_own_tokens_is_refused():
     with pytest.raises(ValueError, match="batch row 1: kv bound 2 is below its 3 new tokens"):
-        kernels.plan([0, 1], [1, 3], [5, 2])
+        attention.plan([0, 1], [1, 3], [5, 2])
 
 
 def test_the_triton_backend_is_refused_without_triton(monkeypatch):
     monkeypatch.setattr(kernels, "triton", None)
+    monkeypatch.setattr(attention, "triton", None)
     with pytest.raises(ImportError, match="triton is not installed"):
         kernels.silu_mul(torch.zeros(1, 4), backend="triton")
     with pytest.raises(ImportError, match="triton is not installed"):
-        kernels.ATTENTION["triton"](3, 1, 16)
+        attention.ATTENTION["triton"](3, 1, 16)
     assert math.isfinite(kernels.silu_mul(torch.ones(1, 4)).sum())

@@ -7,7 +7,7 @@ import tiny
 import torch
 from safetensors.torch import load_file, save_file
 
-from nano_sgl import kernels, model, weights
+from nano_sgl import attention, model, weights
 from nano_sgl.memory import KVPool
 
 ROPE = {
@@ -57,7 +57,7 @@ class Runner:
         slots = torch.randperm(rows * columns, generator=torch.Generator().manual_seed(1)) + 1  # KV lies anywhere
         self.table = slots.to(torch.int32).view(rows, columns)
         self.lens = [0] * rows
-        self.backend = kernels.ATTENTION["torch"](c.num_heads, c.num_kv_heads, c.head_dim)
+        self.backend = attention.ATTENTION["torch"](c.num_heads, c.num_kv_heads, c.head_dim)
 
     @torch.no_grad()
     def step(self, *pieces: tuple[int, list[int]], shared=()) -> torch.Tensor:
@@ -66,7 +66,7 @@ class Runner:
         cols = torch.cat([torch.arange(self.lens[row], self.lens[row] + len(ids)) for row, ids in pieces])
         of_token = torch.repeat_interleave(torch.tensor(rows), torch.tensor(q_lens))
         bounds = [self.lens[row] + len(ids) for row, ids in pieces]
-        plan = kernels.plan(rows, q_lens, bounds, shared, **self.backend.plan_options)
+        plan = attention.plan(rows, q_lens, bounds, shared, **self.backend.plan_options)
         batch = model.ForwardBatch(input_ids=torch.tensor([i for _, ids in pieces for i in ids]), positions=cols,
                                    slots=self.table[of_token, cols].long(),
                                    attention=(self.backend, self.backend.prepare(plan, self.table, cols)))
@@ -152,6 +152,15 @@ def test_config_in_the_old_spelling(tmp_path):
     assert torch.equal(whole(path, tiny.ids(200)), new)
 
 
+def test_windows_of_a_config_that_does_not_list_its_layers(tmp_path):
+    """Older ones have use_sliding_window and max_window_layers alone."""
+    config = {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1, "num_hidden_layers": 3}
+    path = tiny.checkpoint(tmp_path, "qwen2", **config)
+    theirs = tiny.logits(path, tiny.ids(60))
+    assert model.load(tiny.edit(path, layer_types=None), progress=False).config.windows == (0, 20, 20)
+    close(whole(path, tiny.ids(60)), theirs)
+
+
 def test_what_config_leaves_out_is_what_its_class_has(tmp_path):
     """Old configs state only what differs from their class's defaults."""
     import transformers
@@ -228,11 +237,17 @@ def greedy(net, ids, count):
     return out
 
 
-def test_F039_tied_smollm2(demo_path):
-    tokenizer = weights.load_tokenizer(demo_path)
+@pytest.fixture(scope="module")
+def smollm2(demo_path):
+    """Tokenizer, `transformers`' model and ours, float32."""
+    return weights.load_tokenizer(demo_path), tiny.reference(demo_path), model.load(demo_path, "float32", progress=False)
+
+
+def test_F039_tied_smollm2(smollm2):
+    tokenizer, hf, net = smollm2
     ids = tokenizer.encode("The capital of France is a city that many people visit every year, for its art and food.")[:20]
-    close(whole(demo_path, ids)[-1], tiny.logits(demo_path, ids)[-1], 1e-3)
-    net = model.load(demo_path, "float32", progress=False)
+    with torch.no_grad():
+        close(Runner(net).step((0, ids))[-1], hf(torch.tensor([ids])).logits[0, -1], 1e-3)
     assert tokenizer.decode(greedy(net, tokenizer.encode("1, 2, 3, 4, 5,"), 12)) == " 6, 7, 8, 9,"
 
 
@@ -385,22 +400,21 @@ PROMPTS = [
 ]
 
 
-def same_greedy_text(demo_path, prompts, count):
-    tokenizer, hf = weights.load_tokenizer(demo_path), tiny.reference(demo_path)
-    net = model.load(demo_path, "float32", progress=False)
+def same_greedy_text(smollm2, prompts, count):
+    tokenizer, hf, net = smollm2
     for prompt in prompts:
         ids = tokenizer.encode(prompt)
         theirs = hf.generate(torch.tensor([ids]), max_new_tokens=count, min_new_tokens=count, do_sample=False, eos_token_id=None)
         assert greedy(net, ids, count) == theirs[0, len(ids):].tolist(), prompt
 
 
-def test_smollm2_continues_as_transformers_does(demo_path):
-    same_greedy_text(demo_path, PROMPTS[:3], 24)
+def test_smollm2_continues_as_transformers_does(smollm2):
+    same_greedy_text(smollm2, PROMPTS[:4], 32)
 
 
 @pytest.mark.long
-def test_smollm2_64_tokens_on_20_prompts(demo_path):
-    same_greedy_text(demo_path, PROMPTS, 64)
+def test_smollm2_64_tokens_on_20_prompts(smollm2):
+    same_greedy_text(smollm2, PROMPTS, 64)
 
 
 def test_smollm2_is_what_the_demo_says(demo_path):

@@ -143,8 +143,9 @@ def test_F155_control_tokens_typed_by_a_user_are_text(demo, api_case, tokenizer)
 
 def test_F159_streamed_text_is_the_plain_text_is_the_decoded_ids(demo, tokenizer):
     """F159: spaces, half characters, special tokens."""
-    prompts = ["def f(x):\n    return", "a    b", "naïve café", "日本語", "🙂🙃", " leading", "tab\tand\nnewline\n\n", "1, 2, 3,", "The capital of France is",
-               "¿Qué tal?", "x = [1, 2,\n     3]", "Привет", "مرحبا", "smile: 🙂 🙃", "a\u00a0b", "<|im_start|>user\nhi<|im_end|>\n", "...", "日本", "ﬁ", "#!/bin/sh"]
+    prompts = ["def f(x):\n    return", "a    b", "naïve café", "日本語", "🙂🙃", " leading", "tab\tand\nnewline\n\n", "1, 2, 3,",
+               "The capital of France is", "¿Qué tal?", "x = [1, 2,\n     3]", "Привет", "مرحبا", "smile: 🙂 🙃", "a\u00a0b",
+               "<|im_start|>user\nhi<|im_end|>\n", "...", "日本", "ﬁ", "#!/bin/sh"]
 
     def body(prompt: str) -> dict:
         return {"text": prompt, "sampling_params": {"max_new_tokens": 48, "temperature": 0}}
@@ -429,7 +430,8 @@ def test_info_speaks_of_the_model(demo):
 # -------------------------------------------------------------------------------------------------------------------- command line
 
 def run(*flags: str) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, "-m", "nano_sgl.server", "--port", "0", *flags], capture_output=True, text=True, cwd=HERE.parent, timeout=120)
+    return subprocess.run([sys.executable, "-m", "nano_sgl.server", "--port", "0", *flags], capture_output=True, text=True,
+                          cwd=HERE.parent, timeout=120)
 
 
 def test_help_names_every_flag_with_a_text():

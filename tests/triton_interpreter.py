@@ -1,10 +1,11 @@
 """The Triton kernels as the tests run them: compiled where there is a CUDA device, else in Triton's interpreter.
 
-Triton decides at decoration, that is when nano_sgl.kernels is imported, whether a kernel is to be interpreted. Other tests have imported it by
-then, so this module loads a second copy under another name with TRITON_INTERPRET set for just that moment. (Triton itself must be imported
-before, without it, or its own helpers disagree about the mode.)
+A kernel is decorated for the interpreter if TRITON_INTERPRET is set at that moment, which is when our module is imported. Other tests
+have imported it by then, so this loads the package a second time, under another name, with the variable set for just that long. (Triton
+itself comes first and without it, or its own helpers would disagree about the mode.)
 """
 
+import importlib
 import importlib.util
 import os
 import sys
@@ -12,26 +13,26 @@ import sys
 import torch
 import triton  # noqa: F401
 
-from nano_sgl import kernels as product
+import nano_sgl
+from nano_sgl import attention as compiled_attention
+from nano_sgl import kernels as compiled_kernels
 
 
 def load_interpreted():
-    """A copy of nano_sgl.kernels whose Triton kernels run in the interpreter, on CPU tensors."""
-    spec = importlib.util.spec_from_file_location("kernels_interpreted", product.__file__)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up there
-    before = os.environ.get("TRITON_INTERPRET")
+    """(kernels, attention) of a second copy of the package, whose Triton kernels run in the interpreter on CPU tensors."""
+    spec = importlib.util.spec_from_file_location("nano_sgl_interpreted", nano_sgl.__file__, submodule_search_locations=nano_sgl.__path__)
+    sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    before = os.environ.pop("TRITON_INTERPRET", None)
     os.environ["TRITON_INTERPRET"] = "1"
     try:
-        spec.loader.exec_module(module)
+        return tuple(importlib.import_module(f"{spec.name}.{name}") for name in ("kernels", "attention"))
     finally:
         del os.environ["TRITON_INTERPRET"]
         if before is not None:
             os.environ["TRITON_INTERPRET"] = before
-    return module
 
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-kernels = product if DEVICE == "cuda" else load_interpreted()
+kernels, attention = (compiled_kernels, compiled_attention) if DEVICE == "cuda" else load_interpreted()
 # The interpreter computes wrongly on bfloat16 (products, sums, dots), so attention in bfloat16 waits for a device
 FLOATS = [torch.float32, torch.float16] + ([torch.bfloat16] if DEVICE == "cuda" else [])
