@@ -2,8 +2,9 @@
 
     python bench/kernels.py [--threads 1]
 
-The dense side is the plain batch as a simple engine keeps it: contiguous [B, G, C, D] tensors, ready before the clock starts, one call. The
-paged side starts from the slot pool, so it pays its gathers and merges. Ratio > 1: the work list is faster. Also: torch operations a layer.
+The dense side is the plain batch as a simple engine keeps it: contiguous [B, G, C, D] tensors, ready before the clock starts, one
+call. The paged side starts from the slot pool, so it pays its gathers and merges. Ratio > 1: the work list is faster. Also printed:
+torch operations a layer (views not counted), and what plan and prepare cost once a step.
 """
 
 from __future__ import annotations
@@ -23,7 +24,20 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from nano_sgl import attention  # noqa: E402
 
 HEADS, KV_HEADS, DIM = 9, 3, 64  # SmolLM2-135M
-VIEWS = {"view", "transpose", "expand", "slice", "unsqueeze", "select", "permute", "as_strided", "unflatten", "_unsafe_view", "alias", "detach"}
+VIEWS = {
+    "view",
+    "transpose",
+    "expand",
+    "slice",
+    "unsqueeze",
+    "select",
+    "permute",
+    "as_strided",
+    "unflatten",
+    "_unsafe_view",
+    "alias",
+    "detach",
+}
 
 
 class Count(TorchDispatchMode):
@@ -66,8 +80,11 @@ def case(name: str, q_lens: list[int], cached: list[int], shared: list[tuple], d
     cols = torch.from_numpy(np.concatenate([np.arange(c, c + n) for c, n in zip(cached, q_lens)]))
     backend = attention.ATTENTION["torch"](HEADS, KV_HEADS, DIM)
     plan = attention.plan(range(rows), q_lens, bounds, shared, **backend.plan_options)
-    plan_us, prepare_us = best_us(lambda: attention.plan(range(rows), q_lens, bounds, shared, **backend.plan_options),
-                                  lambda: backend._calls(backend.prepare(plan, torch.from_numpy(table), cols), 0), seconds=0.1)
+    plan_us, prepare_us = best_us(
+        lambda: attention.plan(range(rows), q_lens, bounds, shared, **backend.plan_options),
+        lambda: backend._calls(backend.prepare(plan, torch.from_numpy(table), cols), 0),
+        seconds=0.1,
+    )
     ctx = backend.prepare(plan, torch.from_numpy(table), cols)
     ours = backend.run(q, k_cache, v_cache, ctx, DIM**-0.5)
     with Count() as count:
@@ -95,18 +112,18 @@ def case(name: str, q_lens: list[int], cached: list[int], shared: list[tuple], d
     want = torch.cat([dense()[b, :, longest - n :].transpose(0, 1) for b, n in enumerate(q_lens)])
     assert (ours.float() - want.float()).abs().max() < (0.03 if dtype != torch.float32 else 1e-4)
     ours_us, dense_us = best_us(lambda: backend.run(q, k_cache, v_cache, ctx, DIM**-0.5), dense)
-    layout = "scattered" if scattered else "in order"
-    print(f"{name:34} {str(dtype)[6:]:9} {layout:9} {ours_us:9.0f} {dense_us:9.0f} {dense_us / ours_us:6.2f}x  {len(count.names):3} ops "
-          f"{plan_us:6.0f} {prepare_us:7.0f}")
+    layout, ops = "scattered" if scattered else "in order", len(count.names)
+    print(f"{name:32} {str(dtype)[6:]:9} {layout:9} {ours_us:8.0f} {dense_us:9.0f} {dense_us / ours_us:6.2f}x {ops:4}", end=" ")
+    print(f"{plan_us:8.0f} {prepare_us:8.0f}", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--threads", type=int, default=1)
     torch.set_num_threads(parser.parse_args().threads)
-    print(f"torch {torch.__version__}, {platform.processor() or platform.machine()}, {torch.get_num_threads()} thread(s), best of several; "
-          f"heads {HEADS}, kv heads {KV_HEADS}, head dim {DIM}")
-    print(f"{'case':34} {'dtype':9} {'slots':9} {'ours us':>9} {'dense us':>9} {'ratio':>7} {'':8} {'plan us':>7} {'prep us':>6}")
+    print(f"torch {torch.__version__}, {platform.machine()}, {torch.get_num_threads()} thread(s), best of half a second")
+    print(f"one layer: {HEADS} heads, {KV_HEADS} kv heads, head dim {DIM}; times in microseconds")
+    print(f"{'case':32} {'dtype':9} {'slots':9} {'ours':>8} {'dense':>9} {'ratio':>7} {'ops':>4} {'plan':>8} {'prepare':>8}")
     rng = np.random.default_rng(1)
     tails = rng.integers(20, 120, 16)
     for dtype in (torch.bfloat16, torch.float32):

@@ -8,21 +8,22 @@ and the common prefix of forty forks then differ only in their items, each "thes
     row 1    |--- A ----|-- B --|-- tail --|       1       B: tokens 0-1, columns 40-60, read once for two
     row 2    |--- A ----|--- tail ---|             2       three tails, one token each
 
-Names: a *column* is a position of a request's KV, a *slot* the place of that KV in the pool (table[row, column]), cols[t] token t's
-own column; a *partial* is (output, log-sum-exp) of one token over one item. A token that one item covers is written directly; the
+Names: a *column* is a position of a request's KV, a *slot* the place of that KV in the pool (table[row, column]), cols[t] token
+t's own column; a *partial* is (output, log-sum-exp) of one token over one item. A token that one item covers is written directly,
 others are merged: softmax over a union is the parts weighted by exp(lse). Splitting a long run over many programs (split-K),
 prefixes shared at any level of the tree (cascades) and query blocks are one thing, decided by `plan` out of host integers.
 
-Invariant: every (token t, column <= cols[t]) is in exactly one item. The mask, for all cases: token t sees column c iff c <= cols[t]
-and, from column base[t] on (a draft tree), bit c - base[t] of bits[t] is set (its ancestors and itself); a window w adds
-c > cols[t] - w. Items carry upper bounds, and the device clips them by cols: lengths unknown to the host never reach the list.
+Invariant: every (token t, column <= cols[t]) is in exactly one item. The mask, for all cases: token t sees column c iff
+c <= cols[t] and, from column base[t] on (a draft tree), bit c - base[t] of bits[t] is set (its ancestors and itself); a window w
+adds c > cols[t] - w. Items carry upper bounds, which the device clips by cols: lengths that the host does not know yet never
+reach the list.
 
-Cost: a column is read once per item and kv head (the query heads of a group share the tile); a partial costs a round trip of H x D
-floats, so a run too short to be worth it is folded into what lies below it. It stops holding where rows of a step are not in
-depth-first tree order (then nothing is shared) and for draft trees of more than 64 nodes.
+Cost: a column is read once per item and kv head (the query heads of a group share the tile); a partial costs a round trip of
+H x D floats, so a run too short to be worth it is folded into what lies below it. It stops holding where rows of a step are not
+in depth-first tree order (then nothing is shared) and for draft trees of more than 64 nodes.
 
-After: Milakov and Gimelshein 2018 (online softmax), Dao 2022 and 2023 (FlashAttention, Flash-Decoding), Kwon et al. 2023 (paged KV),
-Juravsky et al. 2024 (Hydragen) and Ye et al. 2025 (FlashInfer) on shared prefixes, Miao et al. 2023 (SpecInfer) on tree masks.
+After: Milakov and Gimelshein 2018 (online softmax), Dao 2022 and 2023 (FlashAttention, Flash-Decoding), Kwon et al. 2023 (paged
+KV), Juravsky et al. 2024 (Hydragen) and Ye et al. 2025 (FlashInfer) on shared prefixes, Miao et al. 2023 (SpecInfer) on trees.
 """
 
 from __future__ import annotations
@@ -87,22 +88,24 @@ def plan(rows, q_lens, kv_bounds, shared=(), *, group: int = 1, tiles: tuple[int
          min_split: int = 1 << 30, item_cost: int = 64, partial_cost: int = 8) -> Plan:
     """Makes the work list of a step. Pure and deterministic; numpy and ints only.
 
-    rows [B]: table rows in depth-first tree order; q_lens [B]: new tokens of each (0 is legal); kv_bounds [B] >= q_lens: exclusive upper bounds of
-    their columns, new tokens included. shared: (first, last, start, end): batch rows first..last-1 hold columns [start, end) in the same slots,
-    nested by tree level; one row's runs are disjoint. group: query heads per kv head. tiles: rows (tokens x group) of a query tile, ascending: the
-    smallest that holds the longest query range is taken, and longer ranges are cut. Runs are cut at max(min_split, all columns / programs).
-    item_cost and partial_cost: what one more item, one more partial cost, in columns read. Raises ValueError on a bound that is too small.
+    rows [B]: table rows in depth-first tree order. q_lens [B]: new tokens of each (0 is legal). kv_bounds [B] >= q_lens:
+    exclusive upper bounds of their columns, new tokens included. shared: (first, last, start, end): batch rows first..last-1 hold
+    columns [start, end) in the same slots; nested by tree level, and disjoint for any one row.
+
+    group: query heads per kv head. tiles: rows (tokens x group) that a query tile may have, ascending: the smallest that holds
+    the longest query range is taken, longer ranges are cut. Runs are cut at max(min_split, all columns / programs). item_cost,
+    partial_cost: what one more item and one more partial cost, in columns read. Raises ValueError on a bound that is too small.
     """
     rows, q_lens, kv_bounds = (np.asarray(a, np.int64) for a in (rows, q_lens, kv_bounds))
     if (kv_bounds < q_lens).any():
         bad = int(np.argmax(kv_bounds < q_lens))
-        raise ValueError(f"batch row {bad}: kv bound {kv_bounds[bad]} is below its {q_lens[bad]} new tokens, whose columns it must include")
+        raise ValueError(f"batch row {bad}: kv bound {kv_bounds[bad]} is below its {q_lens[bad]} new tokens, which it includes")
     q_first = _first(q_lens)
-    runs = _worth_sharing(shared, q_first.tolist(), -(-q_lens // max(tiles[-1] // group, 1)), tiles[-1] // group, item_cost, partial_cost)
+    runs = _worth_sharing(shared, q_first.tolist(), q_lens, max(tiles[-1] // group, 1), item_cost, partial_cost)
     runs = np.asarray(runs, np.int64).reshape(-1, 4)
     owner, start, end = _private(runs, q_lens, kv_bounds)
 
-    # One list of (first token, tokens, table row, columns, slack): slack = how much less than kv_end the first token's successors leave it
+    # One list for both kinds of run: tokens, table row, columns, and the row's bound where the tokens are one row's
     run_len = q_first[runs[:, 1]] - q_first[runs[:, 0]]
     q_start = np.concatenate((q_first[runs[:, 0]], q_first[owner]))
     q_len = np.concatenate((run_len, q_lens[owner]))
@@ -128,16 +131,16 @@ def plan(rows, q_lens, kv_bounds, shared=(), *, group: int = 1, tiles: tuple[int
     return _merge_index(items, q_first, block_q)
 
 
-def _worth_sharing(shared, q_first: list[int], blocks: np.ndarray, block_q: int, item_cost: int, partial_cost: int) -> list:
-    """The shared runs that save more columns than they cost, each lengthened by the runs above it that do not: [first, last, start, end]."""
+def _worth_sharing(shared, q_first: list[int], q_lens: np.ndarray, block_q: int, item_cost: int, partial_cost: int) -> list:
+    """The shared runs that save more columns than they cost, each lengthened by runs just above it that do not: as `shared`."""
     runs = []
     for first, last, start, end in sorted(shared, key=lambda run: (run[0], -run[1], run[2])):  # ancestors before descendants
         if runs and runs[-1][:2] == [first, last] and runs[-1][3] == start:
             runs[-1][3] = end  # a chain of nodes with the same rows is one run
         elif start < end and q_first[first] < q_first[last]:
             runs.append([first, last, start, end])
-    reads = [0] + np.cumsum(blocks).tolist()  # reads of a column if every row's query blocks read it on their own: a prefix sum
-    done, kept = [], []  # done: (first, last, start, reads of a column just above this run, kept runs that begin at `start`)
+    reads = _first(-(-q_lens // block_q)).tolist()  # prefix sums of how often each row's query blocks read a column of their own
+    done, kept = [], []  # done: (first, last, start, reads of a column just above this run, the kept runs that begin at `start`)
     for run in reversed(runs):
         first, last, start, end = run
         tokens = q_first[last] - q_first[first]
@@ -159,11 +162,11 @@ def _worth_sharing(shared, q_first: list[int], blocks: np.ndarray, block_q: int,
 
 
 def _private(runs: np.ndarray, q_lens: np.ndarray, bounds: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """What no kept run covers of each row's columns [0, bound): (batch row, start, end) of every gap, rows without tokens left out."""
+    """What no kept run covers of the columns [0, bound) of rows that have tokens: (batch row, start, end) of every gap."""
     if not len(runs):
         owner = (q_lens > 0).nonzero()[0]
         return owner, np.zeros_like(owner), bounds[owner]
-    which, offset, _ = _pieces(runs[:, 1] - runs[:, 0], 1)  # one entry per run and member; one more per row stands at its bound
+    which, offset, _ = _pieces(runs[:, 1] - runs[:, 0], 1)  # an entry per run and member; one more per row stands at its bound
     owner = np.concatenate((runs[which, 0] + offset, np.arange(len(bounds))))
     start = np.concatenate((runs[which, 2], bounds))
     end = np.concatenate((runs[which, 3], bounds))
@@ -203,18 +206,19 @@ def _merge_index(items: np.ndarray, q_first: np.ndarray, block_q: int) -> Plan:
 # ---- the oracle --------------------------------------------------------------------------------------------------------------
 
 
-def attention_reference(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, table: torch.Tensor, token_rows: torch.Tensor,
+def attention_reference(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, table: torch.Tensor, token_rows,
                         cols: torch.Tensor, scale: float, base: torch.Tensor | None = None, bits: torch.Tensor | None = None,
                         window: int = 0, softcap: float = 0.0, sinks: torch.Tensor | None = None) -> torch.Tensor:
-    """Attention token by token through dense masks, in float64 and without any plan: slow and plain, to test the rest against.
+    """Attention token by token, column by column, in float64 and without any plan: slow and plain, to test the rest against.
 
-    As a backend's run, but with token_rows [T]: the table row of each token. Returns [T, H, D] float64; a token that sees nothing gives 0.
+    As a backend's run, with token_rows [T]: the table row of each token. Returns [T, H, D] float64; a token that sees nothing: 0.
     """
     out = torch.zeros(q.shape, dtype=torch.float64)
     group = q.shape[1] // k_cache.shape[1]
     for t in range(q.shape[0]):
         seen = [c for c in range(int(cols[t]) + 1)
-                if (bits is None or c < base[t] or int(bits[t]) >> int(c - base[t]) & 1) and (not window or c > cols[t] - window)]
+                if (bits is None or c < base[t] or int(bits[t]) >> int(c - base[t]) & 1)
+                and (not window or c > cols[t] - window)]
         if not seen:
             continue
         slots = table[token_rows[t], seen].long()
@@ -232,7 +236,7 @@ def attention_reference(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.T
 # ---- the torch backend: the CPU path -----------------------------------------------------------------------------------------
 
 SHORT = 64  # query ranges up to this many tokens are batched with others of like shape, longer ones are a call of their own
-CALL_COST = 4000  # what a call costs beside its work, in columns x (query tokens + 8), about 0.02 us each
+CALL_COST = 5000  # what a call costs beside its work, in columns x (query tokens + 8), about 0.02 us each
 LARGEST = 1 << 20  # entries x tokens x columns of a batch: bounds its masks
 FULL, MASKED, CAUSAL = 0, 1, 2  # what an entry's queries see of its columns: all, what the mask says, a lower triangle
 NOTHING = -1e30  # log-sum-exp of no column at all: finite, so that merging two of them gives 0 and not NaN
@@ -281,23 +285,23 @@ class TorchAttention:
 
     def prepare(self, plan: Plan, table: torch.Tensor, cols: torch.Tensor, base: torch.Tensor | None = None,
                 bits: torch.Tensor | None = None) -> TorchContext:
-        """plan: of this step. table: [R, C] int32. cols: [T], each token's own column. For draft trees also base [T], bits [T] int64.
+        """plan: of this step. table: [R, C] int32. cols: [T], each token's own column. For draft trees base and bits, [T] int64.
 
-        Reads the tensors' values, so it must run in stream order: on CPU, when the worker gets to it.
+        Reads the tensors' values, here and at the first run, so it must happen in stream order: when the worker gets to it.
         """
         base, bits = (None if x is None else x.cpu().numpy() for x in (base, bits))
         return TorchContext(plan, table.cpu().numpy(), cols.cpu().numpy(), base, bits, table.device)
 
     def run(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, ctx: TorchContext, scale: float, window: int = 0,
             softcap: float = 0.0, sinks: torch.Tensor | None = None) -> torch.Tensor:
-        """Attention of one layer. q: [T, H, D] (strided view allowed), caches: [S, G, D], sinks: [H] -> [T, H, D]. Mutates nothing."""
+        """Attention of one layer. q: [T, H, D], may be strided; caches: [S, G, D]; sinks: [H] -> [T, H, D]. Mutates nothing."""
         if window not in ctx.calls:
             ctx.calls[window] = self._calls(ctx, window)
         calls = ctx.calls[window]
         merging = sinks is not None or not all(call.fresh for call in calls)
         out = lse = None
         for call in calls:
-            part, part_lse = self._attend(call, q, k_cache, v_cache, scale, softcap, merging)  # [real tokens, H, D], [.., H] fp32
+            part, part_lse = self._attend(call, q, k_cache, v_cache, scale, softcap, merging)  # [real tokens, H, D], [.., H] f32
             if out is None and isinstance(call.out, slice) and len(part) == len(q):
                 out, lse = part, part_lse
                 continue
@@ -326,8 +330,8 @@ class TorchAttention:
             k, v = k_cache.index_select(0, call.slots), v_cache.index_select(0, call.slots)
         k, v = (x.view(n, -1, self.kv_heads, dim).transpose(1, 2) for x in (k, v))  # [n, G, C, D]
         q = q[call.tokens].view(n, m, self.kv_heads, group, dim)
-        # A kv head's query heads stand where query tokens would, so that its columns are read once for all of them: worth it while
-        # tokens are few. (Torch's kernel runs a single bf16 query row through a faster product; that wins for small groups.)
+        # A kv head's query heads stand where query tokens would, so that its columns are read once for all of them: worth it
+        # while tokens are few. (Torch's kernel runs single bf16 query rows through a faster product, better in small groups.)
         fold = m <= SHORT and not (m == 1 and group <= 3 and q.dtype == torch.bfloat16)
         q = q.transpose(1, 2).reshape(n, self.kv_heads, m * group, dim) if fold else q.reshape(n, m, heads, dim).transpose(1, 2)
         mask = call.mask if call.mask is None else call.mask.expand(-1, -1, q.shape[2], -1)
@@ -374,7 +378,7 @@ class TorchAttention:
         q_start, q_len, row, start, end, kind = np.asarray(works).T
         n, m, width = len(works), int(q_len.max()), int((end - start).max())
         if n > 1 or m > 1:
-            width = -(-width // 16) * 16  # torch's kernel does the last columns beyond a multiple of 16 one by one, at twice the time
+            width = -(-width // 16) * 16  # torch's kernel does columns beyond a multiple of 16 one by one, in twice the time
         causal = bool(kind[0] == CAUSAL)
         tokens = q_start[:, None] + np.minimum(np.arange(m), q_len[:, None] - 1)  # [n, m]
         real = np.arange(m) < q_len[:, None]
@@ -391,12 +395,13 @@ class TorchAttention:
             seen = inside[:, None]
         if not causal and not seen.all():  # (columns beyond a causal block's own are above its diagonal)
             mask = torch.where(torch.from_numpy(seen), 0.0, -math.inf)[:, None].to(ctx.device)
-        return _Call(n, m, _index(tokens.ravel(), ctx.device), None if real.all() else _index(real.ravel().nonzero()[0], ctx.device, False),
-                     _index(tokens[real], ctx.device), _index(ctx.table[row[:, None], columns].ravel(), ctx.device), mask, blind, causal)
+        some = None if real.all() else torch.from_numpy(real.ravel().nonzero()[0]).to(ctx.device)
+        slots = _index(ctx.table[row[:, None], columns].ravel(), ctx.device)
+        return _Call(n, m, _index(tokens.ravel(), ctx.device), some, _index(tokens[real], ctx.device), slots, mask, blind, causal)
 
 
 def _batches(works: list) -> list[list]:
-    """Groups works of like shape so that calls and padding together cost least; no token twice in a batch, for its parts must be merged."""
+    """Groups works of like shape so that calls and padding cost least. No token is twice in one: its parts are merged."""
     works.sort(key=lambda work: work[1])  # private tails before shared runs, so that the tails of all rows meet in one layer
     seen: dict[int, int] = {}
     layers: dict[int, list] = {}
@@ -420,10 +425,10 @@ def _batches(works: list) -> list[list]:
     return batches
 
 
-def _index(values: np.ndarray, device: torch.device, view: bool = True) -> slice | torch.Tensor:
+def _index(values: np.ndarray, device: torch.device) -> slice | torch.Tensor:
     """A slice where the values are consecutive (a view instead of a gather), else an int64 tensor."""
     first = int(values[0])
-    if view and int(values[-1]) - first == len(values) - 1 and (np.diff(values) == 1).all():
+    if int(values[-1]) - first == len(values) - 1 and (np.diff(values) == 1).all():
         return slice(first, first + len(values))
     return torch.from_numpy(values.astype(np.int64)).to(device)
 
@@ -460,10 +465,12 @@ def _clip(ctx: TorchContext, window: int, q_start: int, q_len: int, row: int, st
     # A shared run that a row computes in this very step, a window, a tree: cut where tokens begin to see all, else in halves
     edge = np.flatnonzero(np.diff((cols >= end - 1).astype(np.int8))) + 1
     part = int(edge[0]) if len(edge) else q_len // 2
-    return _clip(ctx, window, q_start, part, row, start, end) + _clip(ctx, window, q_start + part, q_len - part, row, start, end)
+    rest = _clip(ctx, window, q_start + part, q_len - part, row, start, end)
+    return _clip(ctx, window, q_start, part, row, start, end) + rest
 
 
-def _merge_into(out: torch.Tensor, lse: torch.Tensor, where: slice | torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor) -> None:
+def _merge_into(out: torch.Tensor, lse: torch.Tensor, where: slice | torch.Tensor, part: torch.Tensor,
+                part_lse: torch.Tensor) -> None:
     """Merges a partial result into tokens `where` of out [T, H, D] and lse [T, H], which it mutates."""
     old, old_lse = out[where], lse[where]  # views, or copies where the tokens are scattered
     weight = torch.sigmoid(part_lse - old_lse).unsqueeze(-1).to(out.dtype)  # exp(part) / (exp(old) + exp(part))
@@ -475,7 +482,7 @@ def _merge_into(out: torch.Tensor, lse: torch.Tensor, where: slice | torch.Tenso
 
 def dense_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, causal: bool, scale: float,
                     softcap: float = 0.0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Plain attention with its log-sum-exp: q [n, h, m, D], k, v [n, G, C, D], mask [n, 1, m, C] -> ([n, h, m, D], [n, h, m] fp32).
+    """Plain attention and its log-sum-exp: q [n, h, m, D], k, v [n, G, C, D], mask [n, 1, m, C] -> [n, h, m, D], [n, h, m] fp32.
 
     C must not be 0; causal: query i sees columns 0..i. A query that sees nothing gives 0 and a log-sum-exp that means nothing.
     """
@@ -569,10 +576,12 @@ def _attend_kernel(q, k_cache, v_cache, table, cols, base, bits, sinks, items, i
         acc = tl.full((BLOCK_M, BLOCK_D), 0.0, tl.float32)
         best, total = tl.full((BLOCK_M,), float("-inf"), tl.float32), tl.full((BLOCK_M,), 0.0, tl.float32)
         k_head, v_head = k_cache + kv_head * cache_head_stride, v_cache + kv_head * cache_head_stride
-        acc, best, total = _attend_columns(acc, best, total, tile, col, tree_base, tree_bits, k_head, v_head, table_row, cache_stride,
-                                           lo, clear, scale, softcap, WINDOW, TREE, SOFTCAP, False, HEAD_DIM, BLOCK_N, BLOCK_D)
-        acc, best, total = _attend_columns(acc, best, total, tile, col, tree_base, tree_bits, k_head, v_head, table_row, cache_stride,
-                                           clear, hi, scale, softcap, WINDOW, TREE, SOFTCAP, True, HEAD_DIM, BLOCK_N, BLOCK_D)
+        acc, best, total = _attend_columns(
+            acc, best, total, tile, col, tree_base, tree_bits, k_head, v_head, table_row, cache_stride, lo, clear, scale, softcap,
+            WINDOW, TREE, SOFTCAP, False, HEAD_DIM, BLOCK_N, BLOCK_D)
+        acc, best, total = _attend_columns(
+            acc, best, total, tile, col, tree_base, tree_bits, k_head, v_head, table_row, cache_stride, clear, hi, scale, softcap,
+            WINDOW, TREE, SOFTCAP, True, HEAD_DIM, BLOCK_N, BLOCK_D)
         if SINKS:
             if out_start < 0:
                 sink = tl.load(sinks + head, real, 0.0).to(tl.float32) * 1.4426950408889634
@@ -588,9 +597,9 @@ def _attend_kernel(q, k_cache, v_cache, table, cols, base, bits, sinks, items, i
 
 
 @jit
-def _merge_kernel(part, part_lse, segment, seg_first, shifts, sinks, out, heads, head_dim, SINKS: tl.constexpr, BLOCK_H: tl.constexpr,
-                  BLOCK_D: tl.constexpr):
-    """One program per token and few heads: the partials of its segment, weighted by 2^lse. Tokens that were written directly have none."""
+def _merge_kernel(part, part_lse, segment, seg_first, shifts, sinks, out, heads, head_dim, SINKS: tl.constexpr,
+                  BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr):
+    """One program per token and few heads: the partials of its segment, weighted by 2^lse. Tokens written directly have none."""
     token = tl.program_id(0)
     head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     d = tl.arange(0, BLOCK_D)
@@ -607,7 +616,8 @@ def _merge_kernel(part, part_lse, segment, seg_first, shifts, sinks, out, heads,
             new_best = tl.maximum(best, lse)
             safe = tl.where(new_best == float("-inf"), 0.0, new_best)
             shrink, weight = tl.exp2(best - safe), tl.exp2(lse - safe)
-            acc = acc * shrink[:, None] + weight[:, None] * tl.load(part + row[:, None] * head_dim + d[None, :], inside, 0.0)
+            value = tl.load(part + row[:, None] * head_dim + d[None, :], inside, 0.0)
+            acc = acc * shrink[:, None] + weight[:, None] * value
             total = total * shrink + weight
             best = new_best
         if SINKS:
@@ -618,9 +628,9 @@ def _merge_kernel(part, part_lse, segment, seg_first, shifts, sinks, out, heads,
 
 
 def attend_config(tile: int, block_d: int, itemsize: int, hip: bool) -> dict:
-    """Compile options of _attend_kernel: columns a block, warps and pipeline stages that fit shared memory and spill no registers.
+    """Compile options of _attend_kernel: a block's columns, warps, pipeline stages that fit shared memory and spill no registers.
 
-    tile: query rows of a program; block_d: head dim, padded; itemsize: bytes of an element. Found by compiling ahead.
+    tile: query rows of a program; block_d: head dim, padded; itemsize: bytes of an element. Found by compiling ahead of time.
     """
     if itemsize == 4:  # products in full fp32 run on the plain cores
         return dict(BLOCK_N=32 if tile * block_d <= 64 * 64 else 16, num_warps=4 if tile == 16 else 8, num_stages=2)
@@ -673,7 +683,7 @@ class TritonAttention:
                 bits: torch.Tensor | None = None) -> TritonContext:
         """As TorchAttention.prepare; reads no tensor's value and uploads the plan in one copy."""
         parts = [np.array([len(plan.items)], np.int32), plan.items.ravel(), plan.segment, plan.seg_first, plan.shifts]
-        first = np.cumsum([0] + [-(-len(part) // 4) * 4 for part in parts])  # 16-byte steps: Triton compiles aligned pointers apart
+        first = np.cumsum([0] + [-(-len(part) // 4) * 4 for part in parts])  # 16-byte steps: Triton treats aligned pointers apart
         packed = torch.empty(int(first[-1]), dtype=torch.int32, pin_memory=table.is_cuda)
         for at, part in zip(first, parts):
             packed.numpy()[at : at + len(part)] = part
@@ -681,12 +691,12 @@ class TritonAttention:
         count, items, segment, seg_first, shifts = (packed[at : at + len(part)] for at, part in zip(first, parts))
         part = torch.empty((plan.partials, self.heads, self.head_dim), dtype=torch.float32, device=table.device)
         part_lse = torch.empty((plan.partials, self.heads), dtype=torch.float32, device=table.device)
-        base = None if base is None else base.to(torch.int32)
-        return TritonContext(plan, table, cols.to(torch.int32), base, bits, items, count, segment, seg_first, shifts, part, part_lse)
+        cols, base = (None if x is None else x.to(torch.int32) for x in (cols, base))
+        return TritonContext(plan, table, cols, base, bits, items, count, segment, seg_first, shifts, part, part_lse)
 
-    def run(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, ctx: TritonContext, scale: float, window: int = 0,
-            softcap: float = 0.0, sinks: torch.Tensor | None = None) -> torch.Tensor:
-        """As TorchAttention.run."""
+    def run(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, ctx: TritonContext, scale: float,
+            window: int = 0, softcap: float = 0.0, sinks: torch.Tensor | None = None) -> torch.Tensor:
+        """As TorchAttention.run; the two caches have the same strides."""
         tokens, heads, dim = q.shape
         out = torch.empty((tokens, heads, dim), dtype=q.dtype, device=q.device)
         if not len(ctx.plan.items):
@@ -695,24 +705,58 @@ class TritonAttention:
         block_d = max(pow2(dim), 16)
         grid = min(len(ctx.plan.items) * self.kv_heads, 4 * self.processors)
         _attend_kernel[(grid,)](
-            q, k_cache, v_cache, ctx.table, ctx.cols, ctx.base, ctx.bits, sinks, ctx.items, ctx.count, out, ctx.part, ctx.part_lse,
-            scale * LOG2E, softcap * LOG2E, q.stride(0), q.stride(1), k_cache.stride(0), k_cache.stride(1), ctx.table.stride(0), self.kv_heads,
-            self.group, window, ctx.base is not None, bool(softcap), sinks is not None, dim, tile, BLOCK_D=block_d,
-            **attend_config(tile, block_d, q.element_size(), torch.version.hip is not None))
+            q, k_cache, v_cache, ctx.table, ctx.cols, ctx.base, ctx.bits, sinks, ctx.items, ctx.count, out, ctx.part,
+            ctx.part_lse, scale * LOG2E, softcap * LOG2E, q.stride(0), q.stride(1), k_cache.stride(0), k_cache.stride(1),
+            ctx.table.stride(0), self.kv_heads, self.group, window, ctx.base is not None, bool(softcap), sinks is not None, dim,
+            tile, BLOCK_D=block_d, **attend_config(tile, block_d, q.element_size(), torch.version.hip is not None))
         if ctx.plan.partials:
-            _merge_kernel[(tokens, cdiv(heads, 8))](ctx.part, ctx.part_lse, ctx.segment, ctx.seg_first, ctx.shifts, sinks, out, heads, dim,
-                                                     sinks is not None, 8, block_d, num_warps=4)
+            _merge_kernel[(tokens, cdiv(heads, 8))](ctx.part, ctx.part_lse, ctx.segment, ctx.seg_first, ctx.shifts, sinks, out,
+                                                     heads, dim, sinks is not None, 8, block_d, num_warps=4)
         return out
 
 
-def compile_all(target: str, dtype: str, head_dim: int, group: int, tiles: tuple[int, ...] | None = None, tree: bool = False) -> dict:
-    """The attention kernels of a model compiled ahead (kernels.compile_ahead), by name: one _attend_kernel for every tile, and the merge."""
+def compile_all(target: str, dtype: str, head_dim: int, group: int, tiles=None, tree: bool = False) -> dict:
+    """A model's attention kernels compiled ahead (kernels.compile_ahead), by name: an _attend_kernel a tile, and the merge."""
     block_d, itemsize = max(pow2(head_dim), 16), 4 if dtype == "fp32" else 2
     done = {}
     for tile in tiles or tiles_for(head_dim, group):
         options = attend_config(tile, block_d, itemsize, target.startswith("gfx"))
-        flags = dict(GROUP=group, WINDOW=0, TREE=tree, SOFTCAP=False, SINKS=False, HEAD_DIM=head_dim, BLOCK_M=tile, BLOCK_D=block_d)
-        flags |= {"sinks": None, "BLOCK_N": options.pop("BLOCK_N")} | ({} if tree else {"base": None, "bits": None})
-        done[f"attend {tile}"] = compile_ahead(_attend_kernel, target, dtype, flags, **options)
-    flags = dict(sinks=None, SINKS=False, BLOCK_H=8, BLOCK_D=block_d)
-    return done | {"merge": compile_ahead(_merge_kernel, target, dtype, flags, num_warps=4)}
+        values = dict(GROUP=group, WINDOW=0, TREE=tree, SOFTCAP=False, SINKS=False, HEAD_DIM=head_dim, BLOCK_M=tile)
+        values |= {"BLOCK_D": block_d, "BLOCK_N": options.pop("BLOCK_N"), "sinks": None}
+        values |= {} if tree else {"base": None, "bits": None}
+        done[f"attend {tile}"] = compile_ahead(_attend_kernel, target, dtype, values, **options)
+    values = dict(sinks=None, SINKS=False, BLOCK_H=8, BLOCK_D=block_d)
+    return done | {"merge": compile_ahead(_merge_kernel, target, dtype, values, num_warps=4)}
+
+
+def _demo() -> None:
+    """Four rows under a small prefix tree: the work list, the merge, and the result against the oracle."""
+    torch.manual_seed(0)
+    heads, kv_heads, dim = 6, 2, 16
+    shared = [(0, 4, 0, 40), (0, 2, 40, 60)]  # A under all rows, B under the first two
+    q_lens, lengths = [1, 1, 3, 1], [69, 75, 47, 91]
+    bounds = [length + n for n, length in zip(q_lens, lengths)]
+    table = torch.arange(1, 401, dtype=torch.int32).view(4, 100)
+    for first, last, start, end in shared:
+        table[first:last, start:end] = table[first, start:end].clone()
+    work = plan(range(4), q_lens, bounds, shared, item_cost=0, partial_cost=0, min_split=32, programs=8)
+    print("rows 0-3 extend", lengths, "columns by", q_lens, "tokens; A = columns 0-39 of all, B = 40-59 of rows 0 and 1\n")
+    print("item  tokens  row  columns   goes to")
+    for i, (q_start, q_len, row, start, end, out) in enumerate(work.items.tolist()):
+        to = "output" if out < 0 else f"partials {out}-{out + q_len - 1}"
+        print(f"{i:4}  {q_start:2}-{q_start + q_len - 1:<2}  {row:4}  {start:3}-{end - 1:<4}  {to}")
+    print("\ntoken  merges partials")
+    for t, segment in enumerate(work.segment.tolist()):
+        print(f"{t:5}  {[t + int(shift) for shift in work.shifts[work.seg_first[segment] : work.seg_first[segment + 1]]]}")
+    read = int((work.items[:, 4] - work.items[:, 3]).sum())
+    print(f"\ncolumns read: {read}; without sharing: {sum(bounds)}")
+    cols = torch.cat([torch.arange(length, length + n) for length, n in zip(lengths, q_lens)])
+    q, caches = torch.randn(len(cols), heads, dim), torch.randn(2, 401, kv_heads, dim)
+    backend = ATTENTION["torch"](heads, kv_heads, dim)
+    out = backend.run(q, *caches, backend.prepare(work, table, cols), dim**-0.5)
+    want = attention_reference(q, *caches, table, np.repeat(range(4), q_lens), cols, dim**-0.5)
+    print(f"largest difference from the dense oracle: {(out - want).abs().max():.1e}")
+
+
+if __name__ == "__main__":
+    _demo()

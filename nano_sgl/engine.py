@@ -26,6 +26,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import logging
+import numbers
 import os
 import queue
 import secrets
@@ -172,7 +173,6 @@ class Stream:
     req: Req
     text: TextStream
     unsent: Chunk                      # collects what has not been handed out
-    seed: int
     prompt_logprobs: list[Logprob] | None = None
 
 
@@ -180,9 +180,19 @@ class Stream:
 class Flight:
     """A launched step and the tensors it will leave."""
     batch: Batch
-    sampled: sampling.Sampled | None
-    sampled_reqs: list[Req]
-    prompt: list[tuple[Req, int, torch.Tensor, torch.Tensor, torch.Tensor]]  # request, first position, logprobs, top ids, top logprobs
+    sampled: sampling.Sampled | None   # on the host once `done` has happened
+    prompt: list[PromptPiece]
+    done: torch.cuda.Event | None      # None on CPU: a launched step is a finished step
+
+
+@dataclass
+class PromptPiece:
+    """Logprobs of a request's prompt tokens from `position` on."""
+    req: Req
+    position: int
+    logprobs: torch.Tensor             # [n] f32
+    top_ids: torch.Tensor              # [n, k] i64
+    top_logprobs: torch.Tensor         # [n, k] f32
 
 
 # ----------------------------------------------------------------------------------------------------------------------- engine
@@ -235,7 +245,7 @@ class Engine:
         model = self.model.config
         per_slot = KVPool.bytes_per_slot(model.num_layers, model.num_kv_heads, model.head_dim, self.model.dtype)
         if self.device == "cpu":
-            free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+            free = _available_memory()
             fits = min(CPU_POOL_TOKENS, free // 4 // per_slot)
         else:
             free, total = torch.cuda.mem_get_info()
@@ -257,21 +267,18 @@ class Engine:
         """Queue a request. RequestError where it cannot be served; nothing has changed then."""
         self.validate(request)
         params, ids = request.params, request.prompt_ids
-        req = self.scheduler.add(request)
-        base = params.seed if params.seed is not None else int(self._seeds.integers(2**63))
+        req = self.scheduler.add(request, derive_seed(int(self._seeds.integers(2**63)) if params.seed is None else params.seed, request.index))
         prompt_logprobs = None
         if params.prompt_logprobs is not None:
             prompt_logprobs = [Logprob(ids[0], None)] if params.logprob_start_len == 0 else []
         self.streams[request.rid] = Stream(req, TextStream(self.tokenizer, params, self.end_ids, req.max_new), Chunk(rid=request.rid),
-                                           derive_seed(base, request.index), prompt_logprobs)
+                                           prompt_logprobs)
 
     def abort(self, rid: str) -> bool:
         """End a request in any state; its last chunk says "abort". False where it is not alive (any more)."""
         if self.scheduler.abort(rid) is None:
             return False
-        stream = self.streams.pop(rid, None)
-        if stream is not None:
-            self._outbox.append(self._close(stream, "abort"))
+        self._close(self.streams[rid], "abort")
         return True
 
     @property
@@ -281,31 +288,25 @@ class Engine:
     @torch.inference_mode()
     def step(self) -> list[Chunk]:
         """Plan, launch, process: what the step processed adds to each request. Empty where there was nothing to do."""
-        chunks, self._outbox = self._outbox, []
         batch = self.scheduler.next_batch()
-        launching = [] if batch is None else [batch]
-        try:
-            if batch is not None:
+        if batch is not None:
+            try:
                 self.flights.append(self._launch(batch))
-                launching = []
-            if self.flights and (len(self.flights) > self.depth or batch is None):
-                chunks += self._process(self.flights[0])
-                self.flights.popleft()
-        except Exception as error:  # whatever it was: its requests get an answer, the others go on
-            log.exception("a step failed")
-            lost = [flight.batch for flight in self.flights] + launching
-            self.flights.clear()
-            chunks += self._fail(lost, error)
+            except Exception as error:  # whatever it was: its requests are tried again, or get an answer, and the others go on
+                log.exception("a step failed")
+                self._fail([flight.batch for flight in self.flights] + [batch], error)
+        if self.flights and (len(self.flights) > self.depth or batch is None):
+            self._process(self.flights.popleft())
+        elif batch is None and self.has_work and not self._outbox:
+            raise AssertionError(f"{len(self.scheduler.waiting)} requests wait, {len(self.scheduler.running)} run, and no step can be made")
+        chunks, self._outbox = self._outbox, []
         return chunks
 
-    def _fail(self, batches: list[Batch], error: Exception) -> list[Chunk]:
-        chunks = []
+    def _fail(self, batches: list[Batch], error: Exception) -> None:
+        self.flights.clear()
         self._sampling_key = ()
         for req in self.scheduler.fail(batches):
-            stream = self.streams.pop(req.rid, None)
-            if stream is not None:
-                chunks.append(self._close(stream, "error", f"the engine failed on this request: {error}"))
-        return chunks
+            self._close(self.streams[req.rid], "error", f"the engine failed on this request: {error}")
 
     # ------------------------------------------------------------------------------------------------------------------------ launch
 
@@ -314,19 +315,31 @@ class Engine:
         rows = self.rows
         rows.apply(batch.writes)
         for req in batch.started:
-            self.sampler.set_row(req.row, req.params, seed=self.streams[req.rid].seed, prompt_ids=req.prompt, output_ids=req.output_ids, end_ids=self.end_ids)
+            self.sampler.set_row(req.row, req.params, req.seed, req.prompt, req.output_ids, self.end_ids)
         forward, row_ids, last, ends = self._forward_batch(batch)
         hidden = self.model.forward(forward, self.kv)  # [T, E]
         prompt = self._prompt_logprobs(batch, hidden)
         picked = np.flatnonzero(batch.samples)
-        sampled, reqs = None, [batch.reqs[i] for i in picked]
-        if reqs:
+        sampled = None
+        if len(picked):
             index = self._upload(picked)
             logits = self.model.logits(hidden[last[index]])  # [N, V] f32
-            sampled = self.sampler.sample(logits, ends[index], self._sampling_params(reqs))
-            rows.tokens[row_ids[index], ends[index].clamp(max=rows.tokens.shape[1] - 1)] = sampled.tokens.to(torch.int32)
+            sampled = self.sampler.sample(logits, ends[index], self._sampling_params([batch.reqs[i] for i in picked]))
+            rows.tokens[row_ids[index], ends[index]] = sampled.tokens.to(torch.int32)
         rows.length[row_ids] = ends.to(torch.int32)
-        return Flight(batch, sampled, reqs, prompt)
+        return self._to_host(Flight(batch, sampled, prompt, None))
+
+    def _to_host(self, flight: Flight) -> Flight:
+        """Begin the copies of a step's results; what `_process` waits for is this step, not the next."""
+        if self.device == "cpu":
+            return flight
+        for part in [*flight.prompt, flight.sampled]:
+            for name, value in vars(part).items() if part is not None else ():
+                if isinstance(value, torch.Tensor):
+                    object.__setattr__(part, name, value.to("cpu", non_blocking=True))
+        flight.done = torch.cuda.Event()
+        flight.done.record()
+        return flight
 
     def _upload(self, values: np.ndarray) -> torch.Tensor:
         """[n] int64 on the device."""
@@ -352,107 +365,111 @@ class Engine:
         return forward, row_ids, self._upload(ends - 1), start + q_lens
 
     def _sampling_params(self, reqs: list[Req]) -> sampling.SamplingBatch:
-        key = tuple((req.rid, req.row) for req in reqs)
+        key = tuple((req, req.row) for req in reqs)  # a request id may come back with other parameters
         if key != self._sampling_key:
             self._sampling_key = key
             self._sampling_batch = self.sampler.batch([(req.row, req.params, req.prompt_len) for req in reqs])
         return self._sampling_batch
 
-    def _prompt_logprobs(self, batch: Batch, hidden: torch.Tensor) -> list:
+    def _prompt_logprobs(self, batch: Batch, hidden: torch.Tensor) -> list[PromptPiece]:
         """Logprobs of the prompt tokens that the step's hidden states predict, for the requests that asked for them."""
         found, first_token = [], 0
-        for req, start, q_len in zip(batch.reqs, batch.starts.tolist(), batch.q_lens.tolist()):
-            if req.prompt_logprobs_from is not None:
-                first = max(start, req.prompt_logprobs_from - 1)  # the state at column c predicts the token at c + 1
+        for req, start, q_len, owed in zip(batch.reqs, batch.starts.tolist(), batch.q_lens.tolist(), batch.owed_from.tolist()):
+            if owed >= 0:
+                first = max(start, owed - 1)  # the state at column c predicts the token at c + 1
                 last = min(start + q_len, req.prompt_len - 1)
                 for c in range(first, last, HEAD_ROWS):
                     n = min(HEAD_ROWS, last - c)
                     at = first_token + c - start
                     targets = self._upload(req.prompt[c + 1:c + 1 + n])
-                    logits = self.model.logits(hidden[at:at + n])
-                    found.append((req, c + 1, *sampling.prompt_logprobs(logits, targets, req.params.prompt_logprobs)))
+                    results = sampling.prompt_logprobs(self.model.logits(hidden[at:at + n]), targets, req.params.prompt_logprobs)
+                    found.append(PromptPiece(req, c + 1, *results))
             first_token += q_len
         return found
 
     # ----------------------------------------------------------------------------------------------------------------------- process
 
-    def _process(self, flight: Flight) -> list[Chunk]:
-        """The results of a step reach the host: text and stop conditions here, memory in the scheduler."""
-        for req, position, logprobs, top_ids, top_logprobs in flight.prompt:
-            if (stream := self.streams.get(req.rid)) is not None:
-                ids = req.prompt[position:position + len(logprobs)].tolist()
-                stream.prompt_logprobs += _logprobs(ids, logprobs, top_ids, top_logprobs)
-        new = self._sampled_by_request(flight)
-        chunks, tokens, finished = [], [], []
-        for req, complete in zip(flight.batch.reqs, flight.batch.complete.tolist()):
+    def _process(self, flight: Flight) -> None:
+        """The results of a step reach the host: text and stop conditions here, memory in the scheduler. What goes wrong with one request ends
+        that request alone."""
+        if flight.done is not None:
+            flight.done.synchronize()
+        batch, results = flight.batch, self._results(flight)
+        self._take_prompt_logprobs(flight.prompt)
+        tokens, finished, spoiled = [], [], []
+        for req, samples, complete in zip(batch.reqs, batch.samples.tolist(), batch.complete.tolist()):
+            new, logprobs, bad = next(results) if samples else ([], None, False)
             stream = self.streams.get(req.rid)
-            kept, reason, error = [], None, None
+            kept, reason, error = 0, None, None
             if stream is None or stream.req is not req:
                 reason = "gone"  # ended since the launch: what the step sampled for it is dropped
-            elif req.max_new == 0:
-                reason = "length" if complete else None
-            elif req in new:
-                kept, reason, error = self._advance(stream, *new[req])
-            if stream is not None and stream.req is req:
-                chunk = self._chunk(stream, reason, error)
-                chunks += [chunk] if chunk is not None else []
-                if reason:
-                    del self.streams[req.rid]
-            tokens.append(kept)
+            elif bad:
+                reason, error = "error", "the model's logits are not finite numbers (NaN or infinity)"
+                spoiled.append(req)
+            elif samples:
+                kept, reason, error = self._advance(stream, new, logprobs)
+            elif complete and req.max_new == 0:
+                reason = "length"
+            if reason and reason != "gone":
+                self._close(stream, reason, error)
+            elif kept and req.request.stream:
+                self._outbox.append(self._take(stream))
+            tokens.append(new[:kept])
             finished.append(reason is not None)
-        self.scheduler.commit(flight.batch, tokens, finished)
-        return chunks
+        self.scheduler.commit(batch, tokens, finished, spoiled)
 
-    def _sampled_by_request(self, flight: Flight) -> dict[Req, tuple[list[int], list[Logprob] | None, bool]]:
-        """What each request sampled: tokens, their logprobs, and whether its logits were no numbers."""
-        sampled, reqs = flight.sampled, flight.sampled_reqs
-        if sampled is None:
-            return {}
-        ids, bad = sampled.tokens.tolist(), sampled.bad.tolist()
-        logprobs = [None] * len(reqs)
-        if sampled.logprobs is not None:
-            logprobs = _logprobs(ids, sampled.logprobs, sampled.top_ids, sampled.top_logprobs)
-        return {req: ([ids[i]], None if logprobs[i] is None else [logprobs[i]], bad[i]) for i, req in enumerate(reqs)}
+    def _take_prompt_logprobs(self, pieces: list[PromptPiece]) -> None:
+        for piece in pieces:
+            stream = self.streams.get(piece.req.rid)
+            if stream is not None and stream.req is piece.req:
+                ids = piece.req.prompt[piece.position:piece.position + len(piece.logprobs)].tolist()
+                stream.prompt_logprobs += _logprobs(ids, piece.logprobs, piece.top_ids, piece.top_logprobs)
 
-    def _advance(self, stream: Stream, tokens: list[int], logprobs: list[Logprob] | None, bad: bool):
-        """Feed a request the tokens of one step, up to the one that ends it: (tokens kept, finish reason, error)."""
-        if bad:
-            return [], "error", "the model's logits are not finite numbers (NaN or infinity)"
-        reason, kept = None, 0
+    @staticmethod
+    def _results(flight: Flight) -> Iterator[tuple[list[int], list[Logprob] | None, bool]]:
+        """Per sampling row, in order: its tokens, their logprobs, and whether its logits were no numbers."""
+        sampled = flight.sampled
+        if sampled is not None:
+            ids = sampled.tokens.tolist()
+            logprobs = None if sampled.logprobs is None else _logprobs(ids, sampled.logprobs, sampled.top_ids, sampled.top_logprobs)
+            for i, bad in enumerate(sampled.bad.tolist()):
+                yield [ids[i]], logprobs and [logprobs[i]], bad
+
+    @staticmethod
+    def _advance(stream: Stream, tokens: list[int], logprobs: list[Logprob] | None) -> tuple[int, str | None, str | None]:
+        """Feed a request the tokens of one step, up to the one that ends it: (how many, finish reason, error)."""
+        reason, error, kept = None, None, 0
         for token in tokens:
             kept += 1
             try:
                 reason = stream.text.push(token)
             except TimeoutError:
-                return tokens[:kept], "error", f"stop_regex took more than {STOP_SEARCH_SECONDS} s to search the output"
+                reason, error = "error", "stop_regex took too long to search the output"
+            except Exception as fault:
+                log.exception("request %s: its text failed", stream.req.rid)
+                reason, error = "error", f"the text of the output failed: {fault}"
             if reason:
                 break
-        unsent = stream.unsent
-        unsent.output_ids = unsent.output_ids + tokens[:kept]
+        stream.unsent.output_ids += tokens[:kept]
         if logprobs is not None and (k := stream.req.params.logprobs) is not None:
-            new = [Logprob(entry.token_id, entry.logprob, entry.top[:k]) for entry in logprobs[:kept]]
-            unsent.logprobs = (unsent.logprobs or []) + new
-        return tokens[:kept], reason, None
-
-    def _chunk(self, stream: Stream, reason: str | None, error: str | None) -> Chunk | None:
-        """What can be handed out now: nothing for a request that wants one answer, or that has no new token."""
-        if reason:
-            return self._close(stream, reason, error)
-        if not stream.req.request.stream or not stream.unsent.output_ids:
-            return None
-        return self._take(stream)
+            stream.unsent.logprobs = stream.unsent.logprobs or []
+            stream.unsent.logprobs += [Logprob(entry.token_id, entry.logprob, entry.top[:k]) for entry in logprobs[:kept]]
+        return kept, reason, error
 
     def _take(self, stream: Stream, final: bool = False) -> Chunk:
+        """What can be handed out now."""
         chunk, stream.unsent = stream.unsent, Chunk(rid=stream.unsent.rid)
         chunk.text = stream.text.take(final)
         chunk.cached_tokens = stream.req.cached_tokens or 0
         chunk.prompt_logprobs, stream.prompt_logprobs = stream.prompt_logprobs, None
         return chunk
 
-    def _close(self, stream: Stream, reason: str, error: str | None = None) -> Chunk:
+    def _close(self, stream: Stream, reason: str, error: str | None = None) -> None:
+        """The last chunk of a request."""
         chunk = self._take(stream, final=True)
         chunk.finish_reason, chunk.stop_reason, chunk.error = reason, stream.text.stop_reason, error
-        return chunk
+        self._outbox.append(chunk)
+        del self.streams[stream.req.rid]
 
     # ------------------------------------------------------------------------------------------------------------- housekeeping
 
@@ -473,9 +490,9 @@ class Engine:
         """Prove the books: slots, rows and nodes (`Scheduler.check`), and that the device rows agree. AssertionError says what is wrong."""
         self.scheduler.check()
         assert set(self.streams) <= set(self.scheduler.reqs), "a text stream without a request"
-        if self.flights:
-            return  # the device rows are ahead of the host
         for req in self.scheduler.running:
+            if req.in_flight:
+                continue  # its device row is ahead of the host
             row, tree = req.row, self.scheduler.tree
             assert int(self.rows.length[row]) == req.computed_len, f"{req.rid}: device length {int(self.rows.length[row])} != {req.computed_len}"
             path = np.concatenate([tree.slots(req.node), np.array(req.own, np.int32)]) if req.node.end else np.array(req.own, np.int32)
@@ -483,6 +500,15 @@ class Engine:
             assert np.array_equal(table[:req.computed_len], path[:req.computed_len]), f"{req.rid}: its table does not lead to its slots"
             known = self.rows.tokens[row, :req.known_len].cpu().numpy()
             assert np.array_equal(known, req.ids()), f"{req.rid}: the device row holds other tokens"
+
+
+def _available_memory() -> int:
+    """Bytes that can be had without swapping, page cache included where the system says how much."""
+    try:
+        with open("/proc/meminfo") as file:
+            return next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable"))
+    except (OSError, StopIteration):
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
 
 
 def _logprobs(ids: list[int], logprobs: torch.Tensor, top_ids: torch.Tensor | None, top_logprobs: torch.Tensor | None) -> list[Logprob]:
@@ -514,9 +540,11 @@ class LLM:
         self.engine = Engine(EngineConfig(model=str(model), dtype=dtype, **flags))
         self.tokenizer = self.engine.tokenizer
         self._template: ChatTemplate | None = None
-        self._inbox: queue.SimpleQueue = queue.SimpleQueue()  # what the engine's thread is asked to call; None: end
+        self._inbox: queue.SimpleQueue = queue.SimpleQueue()  # (requests, sink) to start, (requests, None) to abort; None: end
         self._sinks: dict[str, object] = {}                   # request id -> what takes its chunks
         self._crash: BaseException | None = None
+        self._closed = False                                  # guarded by the lock: after it nothing enters the inbox
+        self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="nano_sgl engine", daemon=True)
         self._thread.start()
 
@@ -530,7 +558,7 @@ class LLM:
         params: for all prompts, or a list of one each. progress: a bar on stderr (None: for lists, on a terminal).
         RequestError where a request cannot be served; none has been started then.
         """
-        single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+        single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], numbers.Integral))
         requests = self._requests([prompts] if single else prompts, params, cache_salt, priority, stream=False)
         outputs = self._collect(requests, progress if progress is not None else None if len(requests) > 1 else False)
         return outputs[0] if single and len(outputs) == 1 else outputs
@@ -554,7 +582,7 @@ class LLM:
 
     async def agenerate(self, prompts: Prompt | Sequence[Prompt], params: Params | Sequence[Params] = None, **options):
         """`generate` for an event loop; cancelling the task aborts its requests."""
-        single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+        single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], numbers.Integral))
         requests = self._requests([prompts] if single else prompts, params, stream=False, **options)
         inbox = self._submit_async(requests)
         try:
@@ -594,9 +622,10 @@ class LLM:
 
     def shutdown(self) -> None:
         """End the engine's thread; requests still running are lost."""
-        if self._thread.is_alive():
-            self._inbox.put(None)
-            self._thread.join()
+        with self._lock:
+            self._closed = True
+        self._inbox.put(None)
+        self._thread.join()
 
     def __enter__(self) -> "LLM":
         return self
@@ -619,7 +648,7 @@ class LLM:
         for prompt, p in zip(prompts, each):
             p = SamplingParams() if p is None else SamplingParams.from_dict(p) if isinstance(p, dict) else p
             ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else [int(i) for i in prompt]
-            for index in range(p.n):
+            for index in range(max(p.n, 1)):
                 requests.append(Request(rid=secrets.token_hex(8), prompt_ids=ids, params=p, index=index, stream=stream, priority=priority,
                                         namespace=cache_salt or ""))
                 if index == 0:
@@ -627,27 +656,19 @@ class LLM:
         return requests
 
     def _submit(self, requests: list[Request], sink) -> None:
-        if not self._thread.is_alive():
-            raise RuntimeError("the engine has ended") from self._crash
-        self._inbox.put(lambda: self._add(requests, sink))
+        with self._lock:
+            if self._closed:
+                raise RuntimeError("the engine has ended") from self._crash
+            self._inbox.put((requests, sink))
 
     def _submit_async(self, requests: list[Request]) -> asyncio.Queue:
         inbox, loop = asyncio.Queue(), asyncio.get_running_loop()
         self._submit(requests, lambda chunk: loop.call_soon_threadsafe(inbox.put_nowait, chunk))
         return inbox
 
-    def _add(self, requests: list[Request], sink) -> None:
-        for request in requests:
-            self._sinks[request.rid] = sink
-            self.engine.add(request)
-
     def _forget(self, requests: list[Request]) -> None:
         """Abort what is left of a call that nobody waits for any more."""
-        def abort():
-            for request in requests:
-                if self._sinks.pop(request.rid, None) is not None:
-                    self.engine.abort(request.rid)
-        self._inbox.put(abort)
+        self._inbox.put((requests, None))
 
     def _collect(self, requests: list[Request], progress: bool | None) -> list[Output]:
         inbox: queue.SimpleQueue = queue.SimpleQueue()
@@ -689,20 +710,48 @@ class LLM:
         try:
             while True:
                 while not self.engine.has_work or not self._inbox.empty():
-                    call = self._inbox.get()
-                    if call is None:
+                    asked = self._inbox.get()
+                    if asked is None:
                         return
-                    call()
+                    self._take_in(*asked)
                 for chunk in self.engine.step():
-                    sink = self._sinks.pop(chunk.rid, None) if chunk.finish_reason else self._sinks.get(chunk.rid)
-                    if sink is not None:
-                        sink(chunk)
+                    self._hand_out(chunk)
         except BaseException as error:
             self._crash = error
             log.exception("the engine has ended")
         finally:
-            for rid, sink in self._sinks.items():
-                sink(self._crash or RuntimeError("the engine was shut down"))
+            with self._lock:
+                self._closed = True
+            while not self._inbox.empty():
+                if (asked := self._inbox.get()) is not None and asked[1] is not None:
+                    self._sinks.update((request.rid, asked[1]) for request in asked[0])
+            for sink in list(self._sinks.values()):
+                self._tell(sink, RuntimeError("the engine was shut down") if self._crash is None else self._crash)
+
+    def _take_in(self, requests: list[Request], sink) -> None:
+        """Start requests for a sink; abort them where it is None."""
+        for request in requests:
+            if sink is None:
+                if self._sinks.pop(request.rid, None) is not None:
+                    self.engine.abort(request.rid)
+            else:
+                self._sinks[request.rid] = sink
+                self.engine.add(request)
+
+    def _hand_out(self, chunk: Chunk) -> None:
+        sink = self._sinks.pop(chunk.rid, None) if chunk.finish_reason else self._sinks.get(chunk.rid)
+        if sink is not None and not self._tell(sink, chunk):
+            self._sinks.pop(chunk.rid, None)
+            self.engine.abort(chunk.rid)
+
+    @staticmethod
+    def _tell(sink, message: Chunk | BaseException) -> bool:
+        """False where nobody listens any more (an event loop that was closed)."""
+        try:
+            sink(message)
+            return True
+        except RuntimeError:
+            return False
 
 
 def _checked(chunk: Chunk | BaseException) -> Chunk:

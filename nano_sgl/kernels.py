@@ -16,8 +16,8 @@ Invariant: kernel and twin round alike. As in transformers, arithmetic is fp32 i
 before its weight, SiLU before the product, and the rotary factors are in the model's dtype; so the twin of a norm equals
 transformers' bit for bit. Token and slot offsets are made in 64 bits: a pool may hold more than 2^31 elements.
 
-Cost: one read and one write of the operands (rope_'s twin: three passes; a norm's: two). It stops holding where a row does not fit
-one program (hidden sizes above 64k).
+Cost: one read and one write of the operands (rope_'s twin: three passes; a norm's: two). It stops holding where a row does not
+fit one program (hidden sizes above 64k).
 
 Triton compiles at the first call. `compile_ahead` does it without the device, for the tests and for a cold start; the interpreter
 (TRITON_INTERPRET=1 while this module is imported) runs the same kernels in numpy. After: Zhang and Sennrich 2019 (RMSNorm),
@@ -118,7 +118,7 @@ def silu_mul(gate_up: torch.Tensor, backend: str | None = None) -> torch.Tensor:
 
 if triton is not None:
     jit, cdiv, pow2 = triton.jit, triton.cdiv, triton.next_power_of_2
-    # Decorated once more, here: the interpreter's switch then counts as it stands when this module is imported, not when Triton was
+    # Decorated once more: the interpreter's switch then counts as it stands when this module is imported, not when Triton was
     tile_max, tile_min, tile_sum = jit(tl.max.fn), jit(tl.min.fn), jit(tl.sum.fn)
 else:
     cdiv = pow2 = tile_max = tile_min = tile_sum = None
@@ -201,8 +201,8 @@ def _store_kv_kernel(k, v, k_cache, v_cache, slots, size, dim, k_stride, k_head_
 def _launch_store_kv(k, v, k_cache, v_cache, slots):
     size = k.shape[1] * k.shape[2]
     if len(k):
-        _store_kv_kernel[(len(k),)](k, v, k_cache, v_cache, slots, size, k.shape[2], k.stride(0), k.stride(1), v.stride(0), v.stride(1),
-                                    k_cache.stride(0), min(pow2(size), 1024), num_warps=4)
+        _store_kv_kernel[(len(k),)](k, v, k_cache, v_cache, slots, size, k.shape[2], k.stride(0), k.stride(1), v.stride(0),
+                                    v.stride(1), k_cache.stride(0), min(pow2(size), 1024), num_warps=4)
 
 
 @jit
@@ -227,16 +227,17 @@ def _launch_silu_mul(gate_up):
 # ---- compiling without the device --------------------------------------------------------------------------------------------
 
 TARGETS = {"sm_80": ("cuda", 80, 32), "sm_90": ("cuda", 90, 32), "gfx942": ("hip", "gfx942", 64)}
-_TYPES = {"eps": "fp32", "scale": "fp32", "softcap": "fp32", "slots": "*i64", "bits": "*i64", "part": "*fp32", "part_lse": "*fp32"}
+_TYPES = dict.fromkeys(("eps", "scale", "softcap"), "fp32") | dict.fromkeys(("part", "part_lse"), "*fp32")  # by argument name
 _TYPES |= dict.fromkeys(("table", "cols", "base", "items", "item_count", "segment", "seg_first", "shifts"), "*i32")
+_TYPES |= dict.fromkeys(("slots", "bits"), "*i64")
 _INTS = {"size", "heads", "kv_heads", "head_dim", "dim", "tokens"}
 
 
 def compile_ahead(kernel, target: str, dtype: str, constants: dict, **options):
-    """Compiles a kernel for a target of TARGETS, as its first launch would: dtype "bf16", "fp16" or "fp32" of the tensors it is given,
-    constants: values of its constexpr arguments, and None for tensors left out; options: num_warps, num_stages.
+    """Compiles a kernel for a target of TARGETS, as its first launch would.
 
-    Returns Triton's compiled kernel: .asm (by stage: ttir, ptx, cubin, amdgcn ...) and .metadata. Raises what Triton raises.
+    dtype: "bf16", "fp16" or "fp32", of its tensors. constants: its constexpr arguments, and None for tensors left out.
+    options: num_warps, num_stages. Returns Triton's compiled kernel: .asm (by stage: ttir, ptx, cubin, amdgcn) and .metadata.
     """
     types = {}
     for name in kernel.arg_names:

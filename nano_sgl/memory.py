@@ -31,9 +31,6 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-PADDING_SLOT = 0
-PADDING_ROW = 0
-
 
 class KVPool:
     """Keys and values of every slot, one pair of tensors a layer. `num_slots` does not count the padding page."""
@@ -64,6 +61,9 @@ class Limbo:
         done = [things for at, things in self._waiting if at <= step]
         self._waiting = [(at, things) for at, things in self._waiting if at > step]
         return done
+
+    def __bool__(self) -> bool:
+        return bool(self._waiting)
 
     @property
     def in_flight(self) -> bool:
@@ -132,6 +132,11 @@ class SlotAllocator:
     def commit(self, step: int) -> None:
         for pages in self._limbo.commit(step):
             self._push(pages)
+
+    @property
+    def in_limbo(self) -> bool:
+        """Whether pages wait for a step in flight."""
+        return bool(self._limbo)
 
     def free_pages(self) -> np.ndarray:
         """For the audit: pages on the free list."""

@@ -374,6 +374,16 @@ class Tree:
                     break
         return join(parts)
 
+    def drop(self, node: Node) -> np.ndarray:
+        """Takes out a path from its end upwards, as far as nobody locks it and nothing else hangs on it; returns the slots."""
+        self._refuse_gone(node)
+        parts = []
+        while not (node.is_root or node.locks or node.children):
+            parts.append(node.slots)
+            leaf, node = node, node.parent
+            self._remove(leaf)
+        return join(parts)
+
     def remove_step(self, step: int) -> np.ndarray:
         """Takes back the nodes of a launch that failed and all that hangs below them, whoever put it there; their slots, int32.
 

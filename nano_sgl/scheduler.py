@@ -28,29 +28,31 @@ order, in-batch sharing and the admission estimate are SGLang's (Zheng et al. 20
 
 from __future__ import annotations
 
+import bisect
+import collections
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from .memory import Rows, SlotAllocator, Writes
 from .protocol import Request, RequestError, SamplingParams
-from .radix import Node, Tree
+from .radix import Match, Node, Tree, key_bytes
 
 OLDEST_AFTER = 8         # starts that may pass the oldest waiting request over; then it goes first
 WAIT_FOR_LEADER = 32     # tokens beyond the leader's chunk that make waiting cheaper than computing them twice
 OUTPUT_ESTIMATE = 4096   # an output is never expected to be longer than this
 RATIO_START, RATIO_MIN, RATIO_DECAY, RATIO_RAISE = 0.7, 0.1, 0.995, 0.3  # share of max_tokens that requests are expected to use
-MAX_FAILURES = 2         # failed steps that one request may be part of
+RETRY_ADMISSION = 16     # steps after which a full pool is looked at again although nothing was given back
 
 
 class Req:
     """A request as the scheduler sees it. Three lengths, three names: `seq_len` tokens known (or about to be: `pending`), `computed_len`
     with KV (or in flight), `own_start` in the tree; slots of the columns from `own_start` on are the request's own."""
 
-    def __init__(self, request: Request, max_new: int, arrival: int):
-        self.request, self.params, self.rid = request, request.params, request.rid
+    def __init__(self, request: Request, max_new: int, arrival: int, seed: int):
+        self.request, self.params, self.rid, self.seed = request, request.params, request.rid, seed
         self.prompt = np.array(request.prompt_ids, np.int32)
         self.output_ids: list[int] = []
         self.max_new = max_new
@@ -60,7 +62,7 @@ class Req:
         self.row = 0
         self.node: Node | None = None     # the deepest tree node of its path; locked while the request runs
         self.own_start = 0
-        self.adopted_len = 0              # columns whose KV others have computed, or do so in the same step: never stored again
+        self.store_from = 0               # columns before this one have their KV from others, maybe in the same step: never stored again
         self.own: list[int] = []          # slots of columns own_start.., whole pages
         self.computed_len = 0
         self.pending = 0                  # tokens being sampled in steps not yet committed
@@ -69,7 +71,11 @@ class Req:
         self.prompt_logprobs_from: int | None = None  # prompt position whose logprob is still owed, or None
         if request.params.prompt_logprobs is not None:
             self.prompt_logprobs_from = request.params.logprob_start_len
-        self.retractions = self.failures = 0
+        self.counted_len = 0              # tokens whose nodes have been given this request's hit
+        self.retractions = 0
+        self.suspect = False              # it was part of a step that failed: it runs alone from now on
+        self.spoiled = False              # its KV is no good: not numbers, or never computed
+        self._key = b""
 
     @property
     def prompt_len(self) -> int:
@@ -102,6 +108,12 @@ class Req:
         """All known ids. [known_len] int32."""
         return np.concatenate([self.prompt, np.array(self.output_ids, np.int32)]) if self.output_ids else self.prompt
 
+    def key(self) -> bytes:
+        """`ids` as the tree takes them; converted once for as long as they stay the same."""
+        if len(self._key) != self.known_len * 4:
+            self._key = key_bytes(self.ids())
+        return self._key
+
 
 @dataclass
 class Batch:
@@ -114,6 +126,7 @@ class Batch:
     store_from: np.ndarray  # [B] i32 columns before this one have their KV in the tree: what is recomputed there is not stored
     complete: np.ndarray    # [B] bool the step reaches the last known token
     samples: np.ndarray     # [B] bool and samples the next one
+    owed_from: np.ndarray   # [B] i32 first prompt position whose logprob is owed; -1: none
     started: list[Req]      # those that got their row in this pass
     shared: list[tuple[int, int, int, int]]  # rows first..last-1 share the slots of columns start..end-1
     writes: Writes
@@ -138,6 +151,11 @@ class Counters:
     retractions: int = 0
     finished: int = 0
     steps: int = 0
+
+
+def _dearest_first(req: Req) -> tuple:
+    """Sort key: high priority, long output, early arrival first. The last one costs least to retract."""
+    return -req.request.priority, -len(req.output_ids), req.arrival
 
 
 # ---------------------------------------------------------------------------------------------------------------- the seam: policies
@@ -169,7 +187,7 @@ def _fcfs(req: Req, scheduler: "Scheduler"):
 
 @policy("lpm", needs_tree=True)
 def _longest_prefix_match(req: Req, scheduler: "Scheduler"):
-    return -scheduler.tree.match(req.ids(), req.request.namespace).length
+    return -scheduler.tree.match(req.key(), req.request.namespace).length
 
 
 @policy("lof")
@@ -190,8 +208,7 @@ def _priority(req: Req, scheduler: "Scheduler"):
 @policy("routing-key")
 def _routing_key(req: Req, scheduler: "Scheduler"):
     """Requests whose routing key is most frequent among the running ones."""
-    key = req.request.routing_key
-    return 0 if key is None else -sum(r.request.routing_key == key for r in scheduler.running)
+    return 0 if req.request.routing_key is None else -scheduler.running_keys[req.request.routing_key]
 
 
 # ------------------------------------------------------------------------------------------------------------------------ scheduler
@@ -217,14 +234,18 @@ class Scheduler:
         self.max_total_len = min(context_len, slots.capacity)
         self.policy = POLICIES[schedule_policy]
         self.random = random.Random(seed)
-        self.waiting: list[Req] = []
-        self.running: list[Req] = []      # in order of arrival; those that are leaving included
-        self.reqs: dict[str, Req] = {}    # every request that is not finished
+        self.waiting: list[Req] = []      # both in order of arrival
+        self.running: list[Req] = []      # those that are leaving included
+        self.reqs: dict[str, Req] = {}    # every request that has not ended
+        self.running_keys: collections.Counter = collections.Counter()  # routing keys of the running ones, at the last look
         self.counters = Counters()
         self.step = 0
         self.ratio = RATIO_START
         self._arrivals = self._passed_over = 0
-        self._writes = Writes()
+        self._writes = Writes()           # for the next step that is launched
+        self._published: set[Req] = set()  # this pass; their new nodes have no KV yet, so they are nobody's victims
+        self._blocked = (0, -1)           # admission found the pool full: look again at this step, or when `_events` has moved on
+        self._events = 0
         self._layout_key: tuple = ()
         self._layout: tuple[list[int], list[tuple[int, int, int, int]]] = ([], [])
 
@@ -239,23 +260,26 @@ class Scheduler:
             raise RequestError(f"the prompt has {n} tokens; at most {limit - (wanted != 0)} fit "
                                f"(context and KV pool hold {limit} tokens, prompt and output together)", "prompt")
 
-    def add(self, request: Request) -> Req:
-        """Queue a request; its max_tokens is cut to what fits behind the prompt. RequestError as `validate`, or where the id is in use."""
+    def add(self, request: Request, seed: int = 0) -> Req:
+        """Queue a request with the seed of its noise; its max_tokens is cut to what fits behind the prompt. RequestError as `validate`, or where the id is in use."""
         self.validate(request)
         if request.rid in self.reqs:
             raise RequestError(f"request id {request.rid!r} is already in use", "rid")
         room, wanted = self.max_total_len - len(request.prompt_ids), request.params.max_tokens
-        req = Req(request, room if wanted is None else min(wanted, room), self._arrivals)
+        req = Req(request, room if wanted is None else min(wanted, room), self._arrivals, seed)
         self._arrivals += 1
+        self._events += 1
         self.waiting.append(req)
         self.reqs[req.rid] = req
         return req
 
     def abort(self, rid: str) -> Req | None:
-        """Stop a request in any state; None where no such request is alive. Its row is released after the last step that holds it."""
+        """End a request in any state; None where no such request is alive. Its row is released after the last step that holds it."""
         req = self.reqs.get(rid)
         if req is not None:
-            self._leave(req, "done")
+            self._end(req)
+            if not req.in_flight:
+                self._land(req)
         return req
 
     @property
@@ -266,8 +290,8 @@ class Scheduler:
 
     def next_batch(self) -> Batch | None:
         """Plan one step: None where nothing can run now. Locks, slots, rows and tree nodes of the step are taken here."""
-        self._writes = Writes()
         self.step += 1
+        self._published.clear()
         plan: dict[Req, int] = {}  # request -> tokens
         self._plan_decodes(plan)
         budget = max(self.token_budget - len(plan), self.page)  # prompts go on, however many rows decode
@@ -280,9 +304,17 @@ class Scheduler:
         return self._launch(plan, [req for req in started if req in plan])
 
     def _plan_decodes(self, plan: dict[Req, int]) -> None:
-        # The dearest request grows first: the cheap ones are who will be retracted for it.
         rows = [r for r in self.running if r.launchable and r.seq_len - r.computed_len == 1]
-        for req in rows:
+        missing = [self._missing(r, r.known_len + self.reserve) for r in rows]
+        slots = self._alloc(sum(missing))
+        if slots is not None:  # all at once, the common case
+            for req, n in zip(rows, missing):
+                if n:
+                    self._own(req, slots[:n])
+                    slots = slots[n:]
+                plan[req] = 1
+            return
+        for req in sorted(rows, key=_dearest_first):  # who is served last is cheap to retract
             if req.state == "running" and not req.leaving and self._grow(req, req.known_len + self.reserve):
                 plan[req] = 1
 
@@ -296,58 +328,66 @@ class Scheduler:
 
     def _plan_prefill(self, req: Req, budget: int, plan: dict[Req, int]) -> int:
         """Extend a request whose next tokens are all known by up to `budget` of them; returns how many."""
-        ids = req.ids()
         if self.cache:
-            self._adopt(req, ids)
+            self._adopt(req)
         upto = min(req.computed_len + budget, req.seq_len)
         if upto < req.seq_len:
             upto -= upto % self.page  # a chunk ends with a page, so that all of it can enter the tree
         if upto <= req.computed_len or not self._grow(req, req.known_len + self.reserve if upto == req.seq_len else upto):
             return 0
         if self.cache:
-            self._publish(req, ids, upto, self.step)
+            self._publish(req, upto)
         plan[req] = upto - req.computed_len
         return plan[req]
 
-    def _adopt(self, req: Req, ids: np.ndarray) -> None:
+    def _adopt(self, req: Req) -> None:
         """Take over what others have put into the tree beyond the request's own node."""
-        match = self.tree.extend(req.node, ids, req.own_start)
+        match = self.tree.extend(req.node, req.key(), req.own_start)
         if match.length > req.own_start and not req.own:
-            old, node = req.node, self.tree.lock(match, counted_len=req.own_start, priority=req.request.priority)
+            old, node = req.node, self._lock(req, match)
             self._take_path(req, node)
             self.tree.unlock(old)
+
+    def _lock(self, req: Req, match: Match) -> Node:
+        """Lock a match for a request; a node gets one hit from it, however often it is locked."""
+        node = self.tree.lock(match, counted_len=req.counted_len, priority=req.request.priority)
+        req.counted_len = max(req.counted_len, node.end)
+        return node
 
     def _take_path(self, req: Req, node: Node) -> None:
         """Point the row at the slots of the locked path that ends in `node`, and skip what need not be computed again."""
         if node.end > req.own_start:
             self._writes.slots(req.row, req.own_start, self.tree.slots(node, req.own_start))
-        req.node, req.own_start, req.adopted_len = node, node.end, node.end
+        req.node, req.own_start, req.store_from = node, node.end, node.end
         most = min(node.end, req.seq_len - 1)
         if req.prompt_logprobs_from is not None:
             most = min(most, max(req.prompt_logprobs_from - 1, 0))  # logits are not cached: these have to be computed again
         req.computed_len = max(req.computed_len, most - most % self.page)
         self._writes.length(req.row, req.computed_len)
 
-    def _publish(self, req: Req, ids: np.ndarray, upto: int, step: int) -> None:
-        """Hang the whole pages of ids[:upto] in the tree, with the request's own slots."""
+    def _publish(self, req: Req, upto: int) -> None:
+        """Hang the whole pages of the first `upto` tokens in the tree, with the request's own slots. The step to come computes them."""
         end = upto - upto % self.page
         count = end - req.own_start
         if count <= 0:
             return
-        slots = np.array(req.own[:count], np.int32)
-        node, present = self.tree.insert(ids[req.own_start:end], slots, below=req.node, step=step, prompt_len=req.prompt_len,
-                                         priority=req.request.priority)
+        node, present = self.tree.insert(req.key()[4 * req.own_start:4 * end], req.own[:count], below=req.node, step=self.step,
+                                         prompt_len=req.prompt_len, priority=req.request.priority)
         assert present == 0, "adopted a moment ago, yet the tree has more"
         req.node, req.own_start, req.own = self.tree.move_lock(req.node, node), end, req.own[count:]
+        req.counted_len = max(req.counted_len, end)
+        self._published.add(req)
 
     def _launch(self, plan: dict[Req, int], started: list[Req]) -> Batch:
         order, shared = self._tree_order(list(plan))
         i32 = lambda values: np.fromiter(values, np.int32, len(order))
         complete = np.fromiter((r.computed_len + plan[r] == r.seq_len for r in order), bool, len(order))
         batch = Batch(self.step, order, rows=i32(r.row for r in order), starts=i32(r.computed_len for r in order),
-                      q_lens=i32(plan[r] for r in order), store_from=i32(r.adopted_len for r in order), complete=complete,
+                      q_lens=i32(plan[r] for r in order), store_from=i32(r.store_from for r in order), complete=complete,
                       samples=complete & np.fromiter((r.max_new > 0 for r in order), bool, len(order)),
+                      owed_from=i32(-1 if r.prompt_logprobs_from is None else r.prompt_logprobs_from for r in order),
                       started=started, shared=shared, writes=self._writes)
+        self._writes = Writes()
         for req, samples in zip(order, batch.samples.tolist()):
             req.computed_len += plan[req]
             req.pending += samples
@@ -362,35 +402,37 @@ class Scheduler:
     # ----------------------------------------------------------------------------------------------------------------------- admission
 
     def _queue_order(self) -> list[Req]:
-        queue = sorted(self.waiting, key=lambda r: r.arrival)
-        if self.policy.key is _fcfs or len(queue) < 2:
-            return queue
-        head = queue[:1] if self.policy.fair and self._passed_over >= OLDEST_AFTER else []
-        return head + sorted(queue[len(head):], key=lambda r: self.policy.key(r, self))
+        if self.policy.key is _fcfs or len(self.waiting) < 2:
+            return list(self.waiting)
+        self.running_keys = collections.Counter(r.request.routing_key for r in self.running)
+        head = self.waiting[:1] if self.policy.fair and self._passed_over >= OLDEST_AFTER else []
+        return head + sorted(self.waiting[len(head):], key=lambda r: self.policy.key(r, self))
+
+    def _has_place(self, budget: int) -> bool:
+        return budget >= self.page and self.rows.available > 0 and len(self.running) < self.max_running \
+            and not any(r.suspect for r in self.running)
 
     def _admit(self, plan: dict[Req, int], budget: int) -> list[Req]:
         """Start waiting requests; returns those that got a row."""
         started: list[Req] = []
-        if not self.waiting or budget < self.page or not self.rows.available or len(self.running) >= self.max_running:
+        if not self.waiting or not self._has_place(budget) or self.step < self._blocked[0] and self._events == self._blocked[1]:
             return started
         promised = sum(self._still_needed(r) for r in self.running)
         for req in self._queue_order():
-            if budget < self.page or not self.rows.available or len(self.running) >= self.max_running:
+            if not self._has_place(budget) or req.suspect and self.running:
                 break
-            match = self.tree.match(req.ids(), req.request.namespace) if self.cache else None
+            match = self.tree.match(req.key(), req.request.namespace) if self.cache else None
             if match is not None and self._leader_ahead(req, match.length, plan):
                 continue
-            node = self.tree.root(req.request.namespace)
-            if match is not None:
-                node = self.tree.lock(match, counted_len=req.known_len if req.retractions else 0, priority=req.request.priority)
-            need = self._expected_columns(req) - (match.length if match is not None else 0)
-            if need + promised > self.slots.available + self.tree.evictable and self.running:
+            node = self.tree.root(req.request.namespace) if match is None else self._lock(req, match)
+            if self._expected_columns(req) - node.end + promised > self.slots.available + self.tree.evictable and self.running:
                 if match is not None:
                     self.tree.unlock(node)
+                self._blocked = (self.step + RETRY_ADMISSION, self._events)
                 break
             self._start(req, node)
             used = self._plan_prefill(req, budget, plan)
-            if not used:  # limbo holds what it would need: not now
+            if not used:  # what it would need waits in limbo: not now
                 if req.state == "running":
                     self._leave(req, "queue")
                 break
@@ -401,10 +443,9 @@ class Scheduler:
 
     def _start(self, req: Req, node: Node) -> None:
         """A waiting request becomes a row. Its path is locked by now."""
-        self._passed_over = 0 if req is min(self.waiting, key=lambda r: r.arrival) else self._passed_over + 1
+        self._passed_over = 0 if req is self.waiting[0] else self._passed_over + 1
         self.waiting.remove(req)
-        self.running.append(req)
-        self.running.sort(key=lambda r: r.arrival)
+        bisect.insort(self.running, req, key=lambda r: r.arrival)
         req.state, req.node, req.row = "running", node, self.rows.alloc()
         req.own_start, req.own, req.computed_len = 0, [], 0
         self._writes.tokens(req.row, 0, req.ids())
@@ -425,16 +466,16 @@ class Scheduler:
 
     def _leader_ahead(self, req: Req, matched: int, plan: dict[Req, int]) -> bool:
         """Whether a running request will compute, after this step, tokens that `req` would otherwise compute too."""
-        ids = None
         for leader in self.running:
             done = leader.computed_len + plan.get(leader, 0)
-            if leader.known_len - done < WAIT_FOR_LEADER or matched < done - done % self.page or leader.leaving \
+            first = max(done, matched)  # a leader that recomputes for its prompt logprobs is behind what is cached
+            if leader.known_len - first < WAIT_FOR_LEADER or matched < done - done % self.page or leader.leaving \
                     or leader.request.namespace != req.request.namespace:
                 continue
-            ids = req.ids() if ids is None else ids
-            n = min(len(ids), leader.known_len)
-            differ = np.flatnonzero(ids[done:n] != leader.ids()[done:n])
-            if (differ[0] if len(differ) else n - done) >= WAIT_FOR_LEADER:
+            theirs, ours = np.frombuffer(leader.key(), np.int32)[first:], np.frombuffer(req.key(), np.int32)[first:]
+            n = min(len(ours), len(theirs))
+            differ = np.flatnonzero(ours[:n] != theirs[:n])
+            if (differ[0] if len(differ) else n) >= WAIT_FOR_LEADER:
                 return True
         return False
 
@@ -446,18 +487,28 @@ class Scheduler:
             self.slots.free(self.tree.evict(missing), held_by_step=False)
         return self.slots.alloc(num_slots)
 
+    def _missing(self, req: Req, columns: int) -> int:
+        """Slots, in whole pages, that a row lacks for its first `columns` columns."""
+        columns = min(columns, max(req.last_column, req.known_len))
+        return max(-(-(columns - req.columns) // self.page) * self.page, 0)
+
+    def _own(self, req: Req, slots: np.ndarray) -> None:
+        self._writes.slots(req.row, req.columns, slots)
+        req.own.extend(slots.tolist())
+
     def _grow(self, req: Req, columns: int) -> bool:
         """Give a row slots for its first `columns` columns. False where it has to sit this step out, or was itself retracted."""
-        columns = min(columns, max(req.last_column, req.known_len))
-        while (missing := -(-(columns - req.columns) // self.page) * self.page) > 0:
+        while missing := self._missing(req, columns):
             slots = self._alloc(missing)
             if slots is not None:
-                self._writes.slots(req.row, req.columns, slots)
-                req.own.extend(slots.tolist())
+                self._own(req, slots)
                 return True
-            if any(r.leaving for r in self.running):
+            if self.slots.in_limbo or any(r.leaving for r in self.running):
                 return False  # memory is on its way: it comes with the step that holds it
-            victim = min(self.running, key=lambda r: (r.request.priority, len(r.output_ids), -r.arrival))
+            victims = [r for r in self.running if r not in self._published]
+            if not victims:
+                return False
+            victim = max(victims, key=_dearest_first)
             if victim is req and len(self.running) == 1 and not req.in_flight:
                 raise AssertionError(f"{req.rid}: {columns} columns do not fit an otherwise empty pool of {self.slots.capacity}")
             self._retract(victim)
@@ -471,6 +522,12 @@ class Scheduler:
         self.ratio = min(1.0, self.ratio + RATIO_RAISE)
         self._leave(req, "queue")
 
+    def _end(self, req: Req) -> None:
+        """The request is over: its id is free again, its memory follows once no step holds it."""
+        req.leaving = "done"
+        del self.reqs[req.rid]
+        self.counters.finished += 1
+
     def _leave(self, req: Req, to: str) -> None:
         """Send a request back to the queue or away, now or as soon as no step holds it."""
         req.leaving = to
@@ -480,41 +537,44 @@ class Scheduler:
     def _land(self, req: Req) -> None:
         if req.row:
             self._release(req)
-        if req.state == "waiting" and req.leaving == "done":
+        if req.state == "waiting":
             self.waiting.remove(req)
         if req.leaving == "queue":
             req.state = "waiting"
-            self.waiting.append(req)
+            bisect.insort(self.waiting, req, key=lambda r: r.arrival)
         else:
             req.state = "finished"
-            del self.reqs[req.rid]
-            self.counters.finished += 1
         req.leaving = ""
+        self._events += 1
         if not self.reqs:
             self.ratio = RATIO_START
 
-    def _release(self, req: Req, keep: bool = True) -> None:
-        """Give up row, slots and lock. What was computed enters the tree, up to the last known token (`keep=False`: nothing does)."""
+    def _release(self, req: Req) -> None:
+        """Give up row, slots and lock. What was computed enters the tree, up to the last known token, unless the request was spoiled."""
         upto = min(req.computed_len, req.known_len)
-        count = max(upto - upto % self.page - req.own_start, 0) if keep and self.cache else 0
+        count = max(upto - upto % self.page - req.own_start, 0) if self.cache and not req.spoiled else 0
         own = np.array(req.own, np.int32)
         if count:
-            ids = req.ids()[req.own_start:req.own_start + count]
-            _, present = self.tree.insert(ids, own[:count], below=req.node, prompt_len=req.prompt_len, priority=req.request.priority)
+            key = req.key()[4 * req.own_start:4 * (req.own_start + count)]
+            _, present = self.tree.insert(key, own[:count], below=req.node, prompt_len=req.prompt_len, priority=req.request.priority,
+                                          counted_len=req.counted_len)
             own = np.concatenate([own[:present], own[count:]])  # duplicates of what the tree has, and what it does not take
         self.slots.free(own)
         if self.cache:
             self.tree.unlock(req.node)
+            if req.spoiled:
+                self.slots.free(self.tree.drop(req.node))
         self._writes.forget(req.row)
         self.rows.free(req.row)
         self.running.remove(req)
-        req.node, req.own, req.row = None, [], 0
-        req.own_start = req.adopted_len = req.computed_len = req.pending = 0
+        req.node, req.own, req.row, req.spoiled = None, [], 0, False
+        req.own_start = req.store_from = req.computed_len = req.pending = 0
 
     # --------------------------------------------------------------------------------------------------------------------- results back
 
-    def commit(self, batch: Batch, tokens: list[list[int]], finished: Iterable[bool]) -> None:
-        """Take a step's results: per batch row the tokens it sampled, and whether the request ends with them."""
+    def commit(self, batch: Batch, tokens: list[list[int]], finished: Iterable[bool], spoiled: Collection[Req] = ()) -> None:
+        """Take a step's results: per batch row the tokens it sampled, and whether the request ends with them. The KV of `spoiled` requests
+        does not stay in the tree."""
         self.slots.commit(batch.step)
         self.rows.commit(batch.step)
         for i, (req, new, done) in enumerate(zip(batch.reqs, tokens, finished)):
@@ -525,30 +585,35 @@ class Scheduler:
                 req.prompt_logprobs_from = owed if owed < req.prompt_len else None
             if req.leaving != "done":
                 req.output_ids.extend(new)
+                req.spoiled = req in spoiled
                 self.counters.output_tokens += len(new)
                 if done:
-                    req.leaving = "done"
+                    self._end(req)
             if req.leaving and not req.in_flight:
                 self._land(req)
 
     def fail(self, batches: list[Batch]) -> list[Req]:
-        """The steps in flight did not run: take their nodes back and queue their requests again. Returns those that were part of too many
-        failures and are ended now."""
+        """The steps in flight did not run: take their nodes back and queue their requests again, each to run alone, so that one that always
+        fails takes no other with it. Returns those that did run alone: they are ended now."""
         reqs = list(dict.fromkeys(req for batch in batches for req in batch.reqs))
         for batch in batches:
             self.slots.commit(batch.step)
             self.rows.commit(batch.step)
+        alone = [req for req in reqs if req.suspect and len(reqs) == 1 and req.leaving != "done"]
         for req in reqs:
             req.in_flight = 0
-            req.failures += 1
-            if req.leaving != "done":
-                req.leaving = "done" if req.failures >= MAX_FAILURES else "queue"
-            self._release(req, keep=False)
+            req.suspect = True
+            if req in alone:
+                self._end(req)
+            elif req.leaving != "done":
+                req.leaving = "queue"
+            req.computed_len = 0  # nothing of these steps enters the tree
+            self._release(req)
         for batch in batches:
             self.slots.free(self.tree.remove_step(batch.step))
         for req in reqs:
             self._land(req)
-        return [req for req in reqs if req.state == "finished"]
+        return alone
 
     # ------------------------------------------------------------------------------------------------------------------ tree order, audit
 
@@ -585,7 +650,7 @@ class Scheduler:
                     run = (*run[:3], shared.pop()[3])
                 shared.append(run)
         self._layout_key, self._layout = key, (order, shared)
-        return self._layout
+        return order, shared
 
     def check(self) -> None:
         """Prove that free list, tree, rows and limbo partition the pool, and that every row's slots are the tree's and its own."""
@@ -603,7 +668,8 @@ class Scheduler:
             assert req.own_start == req.node.end and req.columns >= req.computed_len, f"{req.rid}: KV without a slot"
             assert req.node.locks > 0 or req.node.parent is None, f"{req.rid}: its path is not locked"
         assert all(req.row == 0 and not req.own for req in self.waiting), "a waiting request holds memory"
-        assert len(self.reqs) == len(self.waiting) + len(self.running), "a request is neither waiting nor running"
+        alive = sum(req.leaving != "done" for req in [*self.waiting, *self.running])
+        assert len(self.reqs) == alive, "a request is neither waiting nor running"
         if not self.running:
             assert self.tree.protected == 0, f"{self.tree.protected} tokens stay locked though nothing runs"
 

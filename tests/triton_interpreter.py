@@ -1,8 +1,8 @@
 """The Triton kernels as the tests run them: compiled where there is a CUDA device, else in Triton's interpreter.
 
-A kernel is decorated for the interpreter if TRITON_INTERPRET is set at that moment, which is when our module is imported. Other tests
-have imported it by then, so this loads the package a second time, under another name, with the variable set for just that long. (Triton
-itself comes first and without it, or its own helpers would disagree about the mode.)
+A kernel is decorated for the interpreter if TRITON_INTERPRET is set at that moment, which is when our module is imported. Other
+tests have imported it by then, so this loads the package a second time, under another name, with the variable set for just that
+long. (Triton itself comes first and without it, or its own helpers would disagree about the mode.)
 """
 
 import importlib
@@ -20,7 +20,9 @@ from nano_sgl import kernels as compiled_kernels
 
 def load_interpreted():
     """(kernels, attention) of a second copy of the package, whose Triton kernels run in the interpreter on CPU tensors."""
-    spec = importlib.util.spec_from_file_location("nano_sgl_interpreted", nano_sgl.__file__, submodule_search_locations=nano_sgl.__path__)
+    spec = importlib.util.spec_from_file_location(
+        "nano_sgl_interpreted", nano_sgl.__file__, submodule_search_locations=nano_sgl.__path__
+    )
     sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     before = os.environ.pop("TRITON_INTERPRET", None)
     os.environ["TRITON_INTERPRET"] = "1"
