@@ -14,11 +14,10 @@ flight is `self.depth` (0: each step is processed before the next is planned), a
       step     position = length[row] + offset;  id = tokens[row, position];  slot = table[row, position]
       after    tokens[row, length + q] = sampled;  length[row] += q
 
-This file alone holds text and tensors together. `TextStream` turns one request's ids into text as they come: nothing of a character that is not
-complete and nothing that may be the beginning of a stop string leaves it, so what was streamed never has to be taken back.
+This file alone holds text and tensors together: `text.TextStream` turns each request's ids into text and says when a stop ends it.
 
-A step that fails (out of memory, a bug in a kernel) costs its requests that step: the scheduler takes back what it had given it and queues
-them again; after a second failure a request ends with the error. The engine goes on.
+A step that fails (out of memory, a bug in a kernel) costs its requests that step: the scheduler takes back what it had given it and runs each
+of them alone; one that fails alone ends with the error. The engine goes on.
 """
 
 from __future__ import annotations
@@ -36,7 +35,6 @@ from collections.abc import AsyncIterator, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 
 import numpy as np
-import regex
 import torch
 from tqdm import tqdm
 
@@ -47,11 +45,11 @@ from .model import ForwardBatch, Model, ModelConfig, load
 from .protocol import Chunk, Logprob, Output, Request, RequestError, SamplingParams, convert, derive_seed
 from .radix import EVICTION, Tree
 from .scheduler import POLICIES, Batch, Req, Scheduler
+from .text import TextStream
 
 log = logging.getLogger("nano_sgl")
 
 HEAD_ROWS = 256             # prompt logprobs: hidden states per call of the head, so that logits stay small
-STOP_SEARCH_SECONDS = 0.05  # a stop_regex that searches longer ends its request
 CPU_POOL_TOKENS = 65_536
 
 
@@ -90,81 +88,6 @@ class EngineConfig:
                 raise ValueError(f"{name} is {value!r}, expected a positive integer")
         if not 0 < self.mem_fraction_static <= 1:
             raise ValueError(f"mem_fraction_static is {self.mem_fraction_static!r}, expected a number above 0 and at most 1")
-
-
-# ------------------------------------------------------------------------------------------------------------------------- text
-
-class TextStream:
-    """Ids in, text out, for one request: incremental detokenisation, stop strings, stop ids, length.
-
-    `text` is what is decoded for certain, `text[:sent]` has been handed out. `push` takes one token and says why the request ends, if it does.
-    """
-
-    def __init__(self, tokenizer, params: SamplingParams, end_ids: Sequence[int], max_new: int):
-        self._decode = lambda ids: tokenizer.decode(ids, skip_special_tokens=params.skip_special_tokens)
-        self.params, self.max_new = params, max_new
-        self.stop_ids = set() if params.ignore_eos else set(end_ids) | set(params.stop_token_ids or ())
-        strings = params.stop_strings()
-        self.patterns = [regex.compile("|".join(map(regex.escape, strings)))] if strings else []
-        self.patterns += params.stop_patterns()
-        self.count = 0                # tokens pushed
-        self.ids: list[int] = []      # those that make up the text: a stop token does not
-        self.text, self.sent, self.held = "", 0, 0   # text[held:] may be the beginning of a stop string
-        self._window, self._shown = 0, ""            # ids[_window:] are still decoded together; _shown of their text is in self.text
-        self.stop_reason: str | int | None = None
-
-    def push(self, token: int) -> str | None:
-        """One more token; returns "stop" or "length" when the request ends with it."""
-        self.count += 1
-        is_stop = token in self.stop_ids
-        if not is_stop or self.params.no_stop_trim:
-            self.ids.append(token)
-            self._decode_more()
-        if self.count >= self.params.min_tokens and self._search():
-            return "stop"
-        if is_stop:
-            self.stop_reason = token
-            return "stop"
-        return "length" if self.count >= self.max_new else None
-
-    def _decode_more(self) -> None:
-        whole = self._decode(self.ids[self._window:])
-        certain = whole
-        if whole.endswith("\ufffd"):  # a character may lack bytes: at most three of them are shown as replacements
-            certain = whole[:max(len(whole.rstrip("\ufffd")), len(whole) - 3)]
-        if len(certain) > len(self._shown):
-            self.text += certain[len(self._shown):]
-            self._shown = certain
-        if certain == whole and len(self.ids) - self._window > 8:
-            # Decoding starts again a few ids back, for an id's text can depend on its neighbour (spaces, word pieces).
-            self._window = len(self.ids) - 4
-            self._shown = self._decode(self.ids[self._window:])
-
-    def _search(self) -> bool:
-        """Look for a stop in what is new; remember from where on the text may still become one."""
-        start, held = self.held, len(self.text)
-        for pattern in self.patterns:
-            match = pattern.search(self.text, start, partial=True, timeout=STOP_SEARCH_SECONDS)
-            if match and not match.partial:
-                self.stop_reason = match.group()
-                self.text = self.text[:match.end() if self.params.no_stop_trim else match.start()]
-                self.held = len(self.text)
-                return True
-            if match:
-                held = min(held, match.start())
-        self.held = held
-        return False
-
-    def take(self, final: bool = False) -> str:
-        """Text that is certain and has not been taken yet; `final`: everything there will be."""
-        if final and not isinstance(self.stop_reason, str):  # bytes that will never become a character: shown as what they are
-            whole = self._decode(self.ids[self._window:])
-            self.text += whole[len(self._shown):]
-            self._shown = whole
-        end = len(self.text) if final else self.held if self.patterns else len(self.text)
-        piece = self.text[self.sent:end]
-        self.sent = max(self.sent, end)
-        return piece
 
 
 @dataclass

@@ -261,7 +261,10 @@ class Scheduler:
                                f"(context and KV pool hold {limit} tokens, prompt and output together)", "prompt")
 
     def add(self, request: Request, seed: int = 0) -> Req:
-        """Queue a request with the seed of its noise; its max_tokens is cut to what fits behind the prompt. RequestError as `validate`, or where the id is in use."""
+        """Queue a request with the seed of its noise; its max_tokens is cut to what fits behind the prompt.
+
+        RequestError as `validate`, or where the id is in use.
+        """
         self.validate(request)
         if request.rid in self.reqs:
             raise RequestError(f"request id {request.rid!r} is already in use", "rid")

@@ -731,7 +731,7 @@ async def announce(service: Service, server: HTTPServer, url: str) -> None:
     if service.reader is None:
         server.exit_code, server.should_exit = service.engine.exit_code or 1, True
         return
-    body = f'{{"model": "{service.reader.model}", "messages": [{{"role": "user", "content": "What is the capital of France?"}}]}}'
+    body = f'{{"model": "{service.reader.model}", "messages": [{{"role": "user", "content": "What is the capital of France?"}}], "temperature": 0}}'
     log.info("ready after %.1f s: %s, context %d tokens, room for %d tokens of KV. Try:\n\n  curl %s/v1/chat/completions "
              "-H 'Content-Type: application/json' -d '%s'\n", time.monotonic() - start, service.reader.model,
              service.engine.info.context_len, service.engine.info.max_total_tokens, url, body)

@@ -1,7 +1,7 @@
 """Text: one request's token ids become text as they come, and nothing that was handed out is ever taken back.
 
-A token is not a piece of text. A character may be spread over several tokens, a word's leading blank may depend on the token before
-it, and a stop string may begin in one token and end three later. So the text of a request has three parts:
+A token is not a piece of text. A character may be spread over several tokens, a word's leading blank may depend on the token
+before it, and a stop string may begin in one token and end three later. So the text of a request has three parts:
 
       ids      12  907  33  33  5  |  71   226 158 153
       text     "One, two "            "th"  ?            "the" is a stop string, 226 158 153 are bytes that wait for a fourth
@@ -18,14 +18,15 @@ it, and a stop string may begin in one token and end three later. So the text of
              ends with, so it says both what matches and what must be held. Patterns are searched from where their last partial
              match began, with a deadline. The match that starts first cuts the text.
 
-Invariant: the pieces of `take` joined are `text`, and without stops `text` is the decoding of all ids at once, special tokens left
-out. What came before `min_tokens` is never searched: no stop begins in it.
+Invariant: the pieces of `take` joined are `text`, and without stops `text` is the decoding of all ids at once, special tokens
+left out. What came before `min_tokens` is never searched: no stop begins in it.
 Cost: one or two decodes of 4 to 8 ids a token (3 us each), no matter how long the text is; a stop string costs O(1) a character,
-amortised, however long and repetitive. A pattern costs what it costs, at most a second a request; then `push` raises TimeoutError.
-Stops holding: a run of more than 32 byte tokens is handed out before its end, and if a bad byte follows, the good part stays as it
-is. A character at the end of a byte run is searched one token late. Which stop completes first is known by the token, not by the
-character. `clean_up_tokenization_spaces` (old WordPiece models) is not applied.
-Source: Knuth, Morris, Pratt, "Fast pattern matching in strings" (1977); the window follows the pair of offsets of SGLang and vLLM.
+amortised, however long and repetitive. A pattern costs what it costs, at most a second a request; then `push` raises
+TimeoutError.
+Stops holding: a run of more than 32 byte tokens is handed out before its end, and if a bad byte follows, the good part stays as
+it is. A character at the end of a byte run is searched one token late. Which stop completes first is known by the token, not by
+the character. `clean_up_tokenization_spaces` (old WordPiece models) is not applied.
+Source: Knuth, Morris, Pratt, "Fast pattern matching in strings" (1977); SGLang and vLLM keep such a window as a pair of offsets.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from .protocol import SamplingParams
 
 WINDOW = 8                      # ids decoded together before the first try to cut; half of them stay
 MAX_WINDOW = 256                # ids after which a cut is not checked any more: a decoder that is not known here
-GARBLED = 3                     # characters that may read differently at the start of a cut window: a cut character has <= 3 bytes left
+GARBLED = 3                     # characters at the start of a cut window that may read differently: at most 3 bytes of one
 UNCERTAIN = 3                   # replacement characters at the end that may still become one character
 MAX_RUN = 32                    # byte tokens that wait for the end of their run
 KEPT = 4096                     # characters before the held ones that stay in one string with them, for patterns that look back
@@ -51,12 +52,12 @@ TOTAL_SEARCH_SECONDS = 1.0      # all searches of a request, CPU time
 class TextStream:
     """Ids in, text out, for one request: incremental detokenisation, stop strings and patterns, stop ids, length.
 
-    `push` takes one token and says why the request ends, if it does; `take` hands out text. `count` is the number of tokens pushed,
-    `text` what is certain so far, `stop_reason` the stop string, the text a pattern matched, or the stop id.
+    `push` takes one token and says why the request ends, if it does; `take` hands out text. `count` is the number of tokens
+    pushed, `text` what is certain so far, `stop_reason` the stop string, the text a pattern matched, or the stop id.
     """
 
     def __init__(self, tokenizer, params: SamplingParams, end_ids: Iterable[int], max_new: int):
-        """`tokenizer`: a fast one of transformers; `end_ids` end the text unless `params.ignore_eos`; `max_new` tokens end it too."""
+        """`tokenizer`: a fast one of transformers; `end_ids` end the text unless `params.ignore_eos`, `max_new` tokens always."""
         self._backend = tokenizer.backend_tokenizer
         special, self._bytes = _read_tokenizer(self._backend)
         self._skipped = special if params.skip_special_tokens else frozenset()
@@ -83,7 +84,7 @@ class TextStream:
         return "".join(self._past) + self._recent
 
     def push(self, token: int) -> str | None:
-        """One more token; "stop" or "length" when the request ends with it. Raises TimeoutError when a pattern searches too long."""
+        """One more token; "stop" or "length" if the request ends with it. Raises TimeoutError if a pattern searches too long."""
         self.count += 1
         is_stop = token in self._stop_ids
         if not is_stop or self._no_trim:            # else its text is no part of the answer
@@ -151,7 +152,7 @@ class TextStream:
         self._shown = max(self._shown, len(whole))
 
     def _cut(self, whole: str) -> None:
-        """Keep the second half of a window whose text is `whole`, if its text follows from it alone; else try again at twice the length."""
+        """Keep the second half of the window, whose text is `whole`, if it decodes to the same alone; else wait for twice the ids."""
         kept = self._window[-(self._limit // 2):]
         text, uncertain = self._decode(kept), len(whole) - self._shown
         if len(self._window) < MAX_WINDOW and not (len(text) - GARBLED >= uncertain and whole.endswith(text[GARBLED:])):
@@ -164,7 +165,7 @@ class TextStream:
         run, start = self._run, len(self._window) - len(self._run)
         unfinished, bad = _end_of_run(run)
         self._show(self._window[:len(self._window) - unfinished])
-        if bad is not None:                         # each byte is a replacement character: two equal ones >= 0x80 make a bad run, too
+        if bad is not None:                         # each byte is a replacement character; two equal ones >= 0x80 are bad, too
             self._window[start:], self._run = [self._window[start + bad]] * 2, run[bad:bad + 1] * 2
         else:                                       # the last whole character stays in front of the unfinished one
             size = len(run[:len(run) - unfinished].decode()[-1].encode()) + unfinished
@@ -182,11 +183,11 @@ class TextStream:
         self._starts = [self._searched] * len(self._starts)
 
     def _search(self) -> bool:
-        """Look for stops in what is new. Cuts the text at the one that starts first, or says from where on the text may become one."""
+        """Look for stops in what is new. Cuts the text at the one that starts first, or notes from where on one may begin."""
         text, base = self._recent, self._past_chars
         end, at = base + len(text), self._searched
         if at >= end:
-            self._held = end if at > end else self._held     # at > end: characters that min_tokens keeps from the search are to come
+            self._held = end if at > end else self._held     # at > end: min_tokens passed over what is to come
             return False
         held, found = end, []                       # matches: (start, end, reason) in `_recent`
         for word in self._words:
@@ -237,7 +238,7 @@ class StopString:
         self._border = [0, 0]                       # [k]: the longest beginning of word[:k], shorter than k, that it ends with
 
     def read(self, text: str, at: int) -> int | None:
-        """Read text[at:], which continues what was read before; the index behind the first occurrence, or None if there is none."""
+        """Read text[at:], which continues what was read before; the index behind the first occurrence, or None."""
         word, border, state = self.word, self._border, self.state
         while at < len(text):
             if state == 0:                          # most of the time: nothing matches, and `find` is fast
@@ -273,10 +274,11 @@ def _end_of_run(run: bytearray) -> tuple[int, int | None]:
 
 @functools.lru_cache(maxsize=4)
 def _read_tokenizer(backend) -> tuple[frozenset[int], dict[int, int]]:
-    """A `tokenizers.Tokenizer`: the ids of its special tokens, and of its byte tokens (id -> byte) if its decoder makes bytes of them."""
+    """Of a `tokenizers.Tokenizer`: its special tokens' ids; its byte tokens (id -> byte) if its decoder makes bytes of them."""
     special = frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
     ids = {backend.token_to_id(f"<0x{byte:02X}>"): byte for byte in range(256)}
-    return special, {i: byte for i, byte in ids.items() if i is not None and f"<0x{byte:02X}>" not in backend.decode([i], skip_special_tokens=False)}
+    ids.pop(None, None)
+    return special, {i: byte for i, byte in ids.items() if f"<0x{byte:02X}>" not in backend.decode([i], skip_special_tokens=False)}
 
 
 def _demo() -> None:

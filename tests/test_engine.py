@@ -1,4 +1,4 @@
-"""engine.py: text streams, equivalence with the plain engine, logprobs, limits, failures. On tiny random checkpoints."""
+"""engine.py: equivalence with the plain engine, logprobs, limits, failures. On tiny random checkpoints."""
 
 import random
 
@@ -7,7 +7,7 @@ import torch
 
 import engines
 from engines import plain, request, run
-from nano_sgl.engine import EngineConfig, TextStream
+from nano_sgl.engine import EngineConfig
 from nano_sgl.protocol import RequestError, SamplingParams
 
 
@@ -274,111 +274,6 @@ def test_the_audit_sees_a_wrong_table(path):
     engine.rows.table[engine.scheduler.running[0].row, 3] += 1
     with pytest.raises(AssertionError, match="table"):
         engine.check()
-
-
-# ----------------------------------------------------------------------------------------------------------------- text
-
-@pytest.fixture(scope="module")
-def tokenizer(demo_path):
-    from nano_sgl import weights
-    return weights.load_tokenizer(demo_path)
-
-
-def stream(tokenizer, text, **kw):
-    """Pieces as they would be streamed, the reason, and the stream, for the tokens of `text`."""
-    ids = tokenizer.encode(text) if isinstance(text, str) else text
-    s = TextStream(tokenizer, SamplingParams(**kw), [2], 10_000)
-    pieces, reason = [], None
-    for token in ids:
-        reason = s.push(token)
-        pieces.append(s.take(final=reason is not None))
-        if reason:
-            break
-    else:
-        pieces.append(s.take(final=True))
-    return pieces, reason, s
-
-
-TEXTS = ["def f(x):\n    return", "a    b", "naïve café", "日本語 テスト", "🙂🙃 👩‍👩‍👧‍👦 ok", "é" * 30, "\n\n \t x", "1, 2, 3", "ﷺ ༀ𝔘", "a\u0301b\u0308"]
-
-
-@pytest.mark.parametrize("text", TEXTS)
-def test_streamed_pieces_join_to_the_decoded_text(tokenizer, text):
-    pieces, _, s = stream(tokenizer, text)
-    assert "".join(pieces) == tokenizer.decode(s.ids, skip_special_tokens=True) == text
-    assert not any("\ufffd" in p for p in pieces)
-
-
-def test_random_ids_join_to_the_decoded_text(tokenizer):
-    rng = random.Random(0)
-    for _ in range(150):
-        ids = [rng.choice([rng.randrange(3, 49152), rng.randrange(0, 400)]) for _ in range(40)]
-        pieces, reason, s = stream(tokenizer, [i for i in ids if i != 2])
-        assert reason is None and "".join(pieces) == tokenizer.decode(s.ids, skip_special_tokens=True)
-
-
-def test_half_a_character_is_never_shown(tokenizer):
-    ids = tokenizer.encode("🙂")
-    assert len(ids) > 1
-    pieces, _, _ = stream(tokenizer, ids * 3)
-    assert [p for p in pieces if p] == ["🙂"] * 3
-    pieces, _, _ = stream(tokenizer, ids[:-1])
-    assert pieces[:-1] == [""] * (len(ids) - 1) and set(pieces[-1]) == {"\ufffd"}
-
-
-def test_a_stop_string_is_found_over_tokens_and_never_shown(tokenizer):
-    pieces, reason, s = stream(tokenizer, " 6, 7, 8, 9, 10, 11", stop=["9, 10"])
-    assert ("".join(pieces), reason, s.stop_reason) == (" 6, 7, 8, ", "stop", "9, 10")
-    assert not any("9" in p for p in pieces)
-    pieces, reason, _ = stream(tokenizer, " 6, 7, 8, 9, 10, 11", stop="9, 10", no_stop_trim=True)
-    assert "".join(pieces) == " 6, 7, 8, 9, 10"
-
-
-def test_what_cannot_begin_a_stop_is_not_held(tokenizer):
-    pieces, _, _ = stream(tokenizer, " 6, 7, 8, 9,", stop=["###"])
-    assert sum(map(bool, pieces)) >= 10 and pieces[0] == " "
-    pieces, _, _ = stream(tokenizer, " a# b## c### d", stop=["###"])
-    assert "".join(pieces) == " a# b## c"
-
-
-def test_overlapping_stops_and_a_stop_that_never_completes(tokenizer):
-    for stops in (["7", "6, 7"], ["6, 7", "7"]):
-        pieces, reason, _ = stream(tokenizer, " 6, 7, 8", stop=stops)
-        assert "7" not in "".join(pieces) and reason == "stop"
-    pieces, reason, _ = stream(tokenizer, " 6, 7, 8, 9", stop=["9, 10"])
-    assert "".join(pieces) == " 6, 7, 8, 9" and reason is None
-
-
-def test_stop_regex(tokenizer):
-    pieces, reason, s = stream(tokenizer, "the year 1984 was", stop_regex=r"\d{4}")
-    assert ("".join(pieces), reason, s.stop_reason) == ("the year ", "stop", "1984")
-    assert not any(c.isdigit() for c in "".join(pieces))
-
-
-def test_a_stop_regex_without_end_is_cut_off(tokenizer):
-    with pytest.raises(TimeoutError):
-        stream(tokenizer, "a" * 4000 + "b", stop_regex=r"(a|a|aa)*\1*c")
-
-
-def test_min_tokens_come_before_any_stop(tokenizer):
-    pieces, reason, s = stream(tokenizer, " 6, 7, 8, 6, 7", stop=["6"], min_tokens=8)
-    assert reason == "stop" and len(s.ids) >= 8
-
-
-def test_end_ids_end_the_text_and_special_tokens_are_left_out(tokenizer):
-    ids = tokenizer.encode("hi there")
-    assert stream(tokenizer, [*ids, 2, 5])[:2] == ([*[tokenizer.decode([i]) for i in ids], ""], "stop")
-    pieces, reason, _ = stream(tokenizer, [*ids, 2, *ids], ignore_eos=True)
-    assert "".join(pieces) == "hi therehi there" and reason is None
-    pieces, _, _ = stream(tokenizer, [1, *ids], skip_special_tokens=False)
-    assert "".join(pieces) == "<|im_start|>hi there"
-
-
-def test_length_is_the_last_reason(tokenizer):
-    s = TextStream(tokenizer, SamplingParams(), [2], 2)
-    assert (s.push(216), s.push(2)) == (None, "stop")
-    s = TextStream(tokenizer, SamplingParams(), [2], 2)
-    assert (s.push(216), s.push(38)) == (None, "length")
 
 
 def test_flags_have_help_and_a_type():

@@ -11,13 +11,13 @@ PACKAGE = Path(__file__).parent.parent / "nano_sgl"
 MODULES = sorted(p.stem for p in PACKAGE.glob("*.py"))
 LEVELS = {  # imports point down: a module may import those of lower levels that are named for it
     "protocol": set(), "radix": set(), "weights": set(), "kernels": set(), "attention": {"kernels"},
-    "attention": {"kernels"}, "memory": {"kernels"}, "sampling": {"kernels", "protocol"}, "chat": {"protocol"},
+    "attention": {"kernels"}, "text": {"protocol"}, "memory": {"kernels"}, "sampling": {"kernels", "protocol"}, "chat": {"protocol"},
     "model": {"kernels", "memory", "weights"}, "scheduler": {"radix", "memory", "protocol"},
-    "engine": {"protocol", "radix", "weights", "kernels", "attention", "memory", "sampling", "model", "scheduler", "chat"},
+    "engine": {"protocol", "radix", "weights", "kernels", "attention", "memory", "sampling", "model", "scheduler", "chat", "text"},
     "api": {"protocol", "chat"}, "server": set(MODULES) - {"__init__", "__main__", "server"},
     "__init__": set(),
 }
-TORCH_FREE = ["protocol", "radix", "chat", "api"]
+TORCH_FREE = ["protocol", "radix", "text", "chat", "api"]
 MAX_LINE, MAX_FILE, MAX_FUNCTION = 150, 850, 80
 
 
