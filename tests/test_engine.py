@@ -90,6 +90,39 @@ def test_any_engine_gives_the_answers_of_the_plain_one(path, reference, flags):
             close(got.prompt_logprobs or [], expected.prompt_logprobs or [])
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("flags", [dict(), dict(max_total_tokens=288, page_size=16, chunked_prefill_size=64)], ids=str)
+def test_steps_may_be_launched_before_the_last_ones_tokens_are_known(path, reference, flags, depth):
+    """Nothing but `depth` decides how late the host learns the tokens: the answers are the same, the over-run token is dropped."""
+    requests = workload(6)
+    engine = engines.make(path, **flags)
+    engine.depth, engine.scheduler.ratio = depth, 0.1
+    answers = run(engine, requests)
+    assert all((answers[r.rid].ids, answers[r.rid].text) == (reference(r).ids, reference(r).text) for r in requests)
+
+
+def test_a_request_id_may_come_back_with_other_parameters(path, reference):
+    engine, ids = engines.make(path), prompt(20, 1)
+    for p in (params(), params(temperature=1.5, seed=3, logprobs=2), params(top_k=5, temperature=1, seed=4)):
+        answer = run(engine, [request("same", ids, p)])["same"]
+        expected = reference(request("same", ids, p))
+        assert answer.ids == expected.ids and len(answer.logprobs) == len(expected.logprobs)
+
+
+def test_a_fault_in_one_text_ends_that_request_alone(path, reference):
+    engine = engines.make(path)
+    requests = [request(i, prompt(20, i), params()) for i in range(3)]
+    for r in requests:
+        engine.add(r)
+    engine.streams["1"].text.push = lambda token: 1 / 0
+    answers = {r.rid: engines.Answer() for r in requests}
+    while engine.has_work:
+        for chunk in engine.step():
+            answers[chunk.rid].take(chunk)
+        engine.check()
+    assert answers["1"].reason == "error" and [answers[i].ids == reference(r).ids for i, r in zip("02", requests[::2])] == [True, True]
+
+
 def test_late_requests_abort_and_small_pools(path, reference):
     """Requests arrive while others run, some are aborted: those that finish have the plain engine's answer, nothing leaks."""
     for seed, flags in ((3, dict(max_total_tokens=260)), (4, dict(max_total_tokens=320, page_size=16)), (5, dict(chunked_prefill_size=32))):
@@ -223,20 +256,20 @@ def test_stop_tokens_from_the_request_and_the_model(path, reference):
 
 # ----------------------------------------------------------------------------------------------------------------- failures
 
-def test_a_failed_step_is_tried_again(path, reference):
+def test_a_failed_step_is_tried_again_and_a_request_that_always_fails_ends_alone(path, reference):
     engine = engines.make(path)
     requests = [request(i, [*prompt(30, 1), i], params()) for i in range(3)]
-    forward, calls = engine.model.forward, []
+    poison = request("poison", [*prompt(10, 2), 255], params())
+    forward = engine.model.forward
 
     def flaky(batch, kv):
-        calls.append(1)
-        if len(calls) in (1, 9):
+        if 255 in batch.input_ids:
             raise RuntimeError("out of memory")
         return forward(batch, kv)
     engine.model.forward = flaky
-    answers = run(engine, requests[:1], lambda n: [engine.add(r) for r in requests[1:]] if n == 5 else None)
-    assert answers["0"].reason == "error" and "out of memory" in answers["0"].error  # part of both failures
-    assert all(answers[r.rid].ids == reference(r).ids for r in requests[1:])
+    answers = run(engine, requests[:1], lambda n: [engine.add(r) for r in [*requests[1:], poison]] if n == 5 else None)
+    assert answers["poison"].reason == "error" and "out of memory" in answers["poison"].error
+    assert all(answers[r.rid].ids == reference(r).ids for r in requests)
 
 
 def test_nan_logits_end_their_request_alone(path, reference):
@@ -254,6 +287,8 @@ def test_nan_logits_end_their_request_alone(path, reference):
     ended = [a for a in answers.values() if a.reason == "error"]
     assert len(ended) == 1 and "finite" in ended[0].error
     assert [a.ids == reference(r).ids for r, a in zip(requests, answers.values())].count(True) == 1
+    engine.model.logits = logits
+    assert all(run(engine, [r])[r.rid].ids == reference(r).ids for r in requests), "KV of a spoiled request was kept"
 
 
 def test_flush_waits_for_idle(path):

@@ -148,6 +148,40 @@ def test_after_shutdown_calls_say_so(path):
         llm.generate("a")
 
 
+def test_a_closed_event_loop_leaves_the_engine_alive(llm):
+    async def main():
+        asyncio.create_task(llm.agenerate("a", SamplingParams(max_tokens=300, ignore_eos=True)))
+        await asyncio.sleep(0.05)
+    for _ in range(3):
+        asyncio.run(main())
+        assert llm.generate("the cat", GREEDY).finish_reason == "length"
+    idle(llm)
+
+
+def test_shutdown_ends_calls_that_run_and_calls_that_queue(path):
+    llm = LLM(str(path), max_total_tokens=512, max_running_requests=1)
+    ended = []
+
+    def call():
+        try:
+            llm.generate("a", SamplingParams(max_tokens=400, ignore_eos=True))
+        except RuntimeError as error:
+            ended.append(str(error))
+    threads = [threading.Thread(target=call) for _ in range(3)]
+    for t in threads:
+        t.start()
+    time.sleep(0.05)
+    llm.shutdown()
+    for t in threads:
+        t.join(10)
+    assert len(ended) == 3 and not any(t.is_alive() for t in threads)
+
+
+def test_prompts_may_be_arrays(llm):
+    import numpy as np
+    assert llm.generate(np.array([5, 6, 7]), GREEDY).output_ids == llm.generate([5, 6, 7], GREEDY).output_ids
+
+
 def test_the_engines_death_reaches_who_waits(path):
     llm = LLM(str(path), max_total_tokens=512)
     llm.engine.scheduler.next_batch = lambda: 1 / 0
