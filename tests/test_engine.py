@@ -314,3 +314,31 @@ def test_the_audit_sees_a_wrong_table(path):
 def test_flags_have_help_and_a_type():
     from dataclasses import fields
     assert all(f.metadata["help"] for f in fields(EngineConfig)) and torch.get_num_threads() == 1
+
+
+@pytest.mark.parametrize("page", [1, 16])
+def test_a_long_run_with_aborts_in_a_small_pool(path, reference, page):
+    """F013: 400 requests over 8 prefixes, 6 at a time, 15 % aborted after 1 to 10 tokens; then probes. Every answer is the plain engine's."""
+    rng = random.Random(page)
+    prefixes = [prompt(rng.randrange(10, 120), 200 + i) for i in range(8)]
+    requests = [request(f"s{i}", [*rng.choice(prefixes), *prompt(rng.randrange(1, 20), rng.randrange(20))], params(max_tokens=rng.randrange(1, 16)))
+                for i in range(400)]
+    engine = engines.make(path, max_total_tokens=608, page_size=page, max_running_requests=6)
+    engine.scheduler.ratio = 0.1
+    doomed = {r.rid: rng.randrange(1, 11) for r in requests if rng.random() < 0.15}
+    later = list(requests)
+
+    def each_step(n):
+        while later and len(engine.streams) < 6:
+            engine.add(later.pop(0))
+        for rid, after in doomed.items():
+            if rid in engine.streams and len(engine.streams[rid].req.output_ids) >= after:
+                engine.abort(rid)
+
+    answers = run(engine, [], each_step, limit=20_000)
+    assert len(answers) == 400
+    for r in requests:
+        expected = reference(r).ids
+        assert answers[r.rid].ids == (expected if answers[r.rid].reason == "length" else expected[:len(answers[r.rid].ids)])
+    probes = [request(f"p{i}", [*p, 1, 2, 3], params()) for i, p in enumerate(prefixes)]
+    assert all(run(engine, [p])[p.rid].ids == reference(p).ids for p in probes)
