@@ -472,12 +472,10 @@ def _clip(ctx: TorchContext, window: int, q_start: int, q_len: int, row: int, st
 def _merge_into(out: torch.Tensor, lse: torch.Tensor, where: slice | torch.Tensor, part: torch.Tensor,
                 part_lse: torch.Tensor) -> None:
     """Merges a partial result into tokens `where` of out [T, H, D] and lse [T, H], which it mutates."""
-    old, old_lse = out[where], lse[where]  # views, or copies where the tokens are scattered
-    weight = torch.sigmoid(part_lse - old_lse).unsqueeze(-1).to(out.dtype)  # exp(part) / (exp(old) + exp(part))
-    old.lerp_(part, weight)
-    torch.logaddexp(old_lse, part_lse, out=old_lse)
-    if not isinstance(where, slice):
-        out[where], lse[where] = old, old_lse
+    old, old_lse = out[where], lse[where]
+    weight = torch.sigmoid(part_lse - old_lse).unsqueeze(-1)  # exp(part) / (exp(old) + exp(part))
+    out[where] = torch.lerp(old.float(), part.float(), weight).to(out.dtype)  # in float32: a cache hit must not cost precision
+    lse[where] = torch.logaddexp(old_lse, part_lse)
 
 
 def dense_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, causal: bool, scale: float,

@@ -10,7 +10,7 @@ Both are traps. The template is a program that came with a download, and the enc
 control token wherever they stand, so that a user who types them ends his own turn and can write the system's. Hence:
 
   codec      text <-> ids, over the engine's tokenizer. Its literal twin knows no control tokens: it encodes all text as text.
-  render     runs the template in a sandbox, with a deadline in every loop and a bound on what it writes.
+  render     runs the template in a sandbox, with a deadline in every loop and call, and a bound on what it writes.
   marks      where a message holds a control token's characters, an unguessable mark stands in for them during the render. Only
              then are the control tokens found, which the template itself wrote; the rest goes through the literal twin with the
              characters back in place. Without marks the whole text is encoded in one go.
@@ -230,8 +230,18 @@ class ChatTemplate:
 
         hidden = [{key: value if key == "role" else (self._control if m["role"] in UNTRUSTED else self._special).sub(hide, value)
                    for key, value in m.items()} for m in messages]
-        variables = {key: self._control.sub(hide, value) if isinstance(value, str) else value
-                     for key, value in (variables or {}).items()}
+
+        def hide_in(value: Any) -> Any:
+            if isinstance(value, str):
+                return self._control.sub(hide, value)
+            if isinstance(value, dict):
+                return {hide_in(key): hide_in(inner) for key, inner in value.items()}
+            return [hide_in(inner) for inner in value] if isinstance(value, list) else value
+
+        try:
+            variables = {key: hide_in(value) for key, value in (variables or {}).items()}
+        except RecursionError:
+            raise RequestError("chat_template_kwargs is nested too deeply", "chat_template_kwargs") from None
         text = self.render(hidden, continue_final=continue_final, add_generation_prompt=add_generation_prompt,
                            variables=variables)
         return self.codec.encode_between_controls(text, marks) if marks else self.codec.encode(text, add_special_tokens=False)
@@ -269,7 +279,8 @@ class ChatTemplate:
             for piece in self._template.generate(names):
                 pieces.append(piece)
                 size += len(piece)
-                if size > RENDER_LIMIT_CHARS or time.monotonic() > _deadline.get():
+                _check_deadline()
+                if size > RENDER_LIMIT_CHARS:
                     raise _too_much()
         except RequestError:
             raise
@@ -295,7 +306,7 @@ class _Generation(jinja2.ext.Extension):
 
 
 class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """The conventions of transformers' templates, plus the bounds: every loop looks at the clock, products are short."""
+    """The conventions of transformers' templates, plus the bounds: loops and calls look at the clock, products are short."""
     intercepted_binops = frozenset({"*", "**"})
 
     def __init__(self):
@@ -308,6 +319,10 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         for loop in tree.find_all(jinja2.nodes.For):
             loop.iter = jinja2.nodes.Filter(loop.iter, "_watched", [], [], None, None, lineno=loop.lineno)
         return jinja2.Template.from_code(self, self.compile(tree), self.make_globals(None))
+
+    def call(self, context, obj, /, *args, **kwargs):
+        _check_deadline()  # macros that call themselves need no loop
+        return super().call(context, obj, *args, **kwargs)
 
     def call_binop(self, context, operator, left, right):
         lengths = [x for x in (left, right) if not isinstance(x, float)]
@@ -326,9 +341,13 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
 def _watched(items):
     """The items of a loop, until the deadline."""
     for item in items:
-        if time.monotonic() > _deadline.get():
-            raise _too_much()
+        _check_deadline()
         yield item
+
+
+def _check_deadline() -> None:
+    if time.monotonic() > _deadline.get():
+        raise _too_much()
 
 
 def _too_much() -> RequestError:

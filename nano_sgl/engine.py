@@ -26,8 +26,10 @@ import asyncio
 import collections
 import logging
 import numbers
+import operator
 import os
 import queue
+import re
 import secrets
 import threading
 import time
@@ -86,6 +88,8 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):
                 raise ValueError(f"{name} is {value!r}, expected a positive integer")
+        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
+            raise ValueError(f"device is {self.device!r}, expected auto, cpu, cuda or cuda:N")
         if not 0 < self.mem_fraction_static <= 1:
             raise ValueError(f"mem_fraction_static is {self.mem_fraction_static!r}, expected a number above 0 and at most 1")
 
@@ -129,6 +133,7 @@ class Engine:
         self.config = config
         self.device = ("cuda" if torch.cuda.is_available() else "cpu") if config.device == "auto" else config.device
         on_cpu = self.device == "cpu"
+        self._use_device()
         if on_cpu and config.threads:
             torch.set_num_threads(config.threads)
         self.path = weights.resolve(config.model)
@@ -163,6 +168,11 @@ class Engine:
         self._sampling_batch: sampling.SamplingBatch | None = None
         self._outbox: list[Chunk] = []
 
+    def _use_device(self) -> None:
+        """Kernels go to the current device, which each thread has its own of."""
+        if self.device != "cpu":
+            torch.cuda.set_device(self.device)
+
     def _pool_size(self, wanted: int | None) -> int:
         """KV slots: what was asked for, or what memory allows."""
         model = self.model.config
@@ -171,7 +181,7 @@ class Engine:
             free = _available_memory()
             fits = min(CPU_POOL_TOKENS, free // 4 // per_slot)
         else:
-            free, total = torch.cuda.mem_get_info()
+            free, total = torch.cuda.mem_get_info(self.device)
             fits = (free - int(total * (1 - self.config.mem_fraction_static))) // per_slot
         num_slots = fits if wanted is None else wanted
         if num_slots < self.config.page_size or num_slots * per_slot > free:
@@ -211,6 +221,7 @@ class Engine:
     @torch.inference_mode()
     def step(self) -> list[Chunk]:
         """Plan, launch, process: what the step processed adds to each request. Empty where there was nothing to do."""
+        self._use_device()
         batch = self.scheduler.next_batch()
         if batch is not None:
             try:
@@ -570,7 +581,7 @@ class LLM:
         requests = []
         for prompt, p in zip(prompts, each):
             p = SamplingParams() if p is None else SamplingParams.from_dict(p) if isinstance(p, dict) else p
-            ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else [int(i) for i in prompt]
+            ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else [operator.index(i) for i in prompt]
             for index in range(max(p.n, 1)):
                 requests.append(Request(rid=secrets.token_hex(8), prompt_ids=ids, params=p, index=index, stream=stream, priority=priority,
                                         namespace=cache_salt or ""))

@@ -441,7 +441,7 @@ class Ready(msgspec.Struct, kw_only=True, tag=True):
     tokenizer_json: str                   # the fast tokenizer, whole
     chat_template: str | dict[str, str] | None
     special_tokens: dict[str, str]        # bos_token, eos_token, ...: names that a chat template may use
-    generation_defaults: dict[str, float] # sampling values the model's makers recommend
+    generation_defaults: dict[str, int | float]   # sampling values the model's makers recommend
     config: dict[str, Any]                # the engine's flags
 
 

@@ -36,6 +36,7 @@ import argparse
 import asyncio
 import contextlib
 import errno
+import itertools
 import logging
 import os
 import shutil
@@ -103,9 +104,10 @@ class EngineProcess:
         self.state, self.why, self.exit_code = "starting", "the engine is still loading the model", 0
         self.info: Ready | None = None
         self.settled = asyncio.Event()  # ready, or dead
-        self._streams: dict[str, Stream] = {}
+        self._streams: dict[str, Stream] = {}  # by wire id
+        self._rids: set[str] = set()           # the clients' ids of open calls
         self._replies: dict[int, asyncio.Future] = {}
-        self._asked = 0
+        self._numbers = itertools.count(1)
 
     async def start(self) -> None:
         long = len(tempfile.gettempdir()) > 60  # a socket's path ends at about 100 characters
@@ -121,6 +123,7 @@ class EngineProcess:
         self._process = await asyncio.create_subprocess_exec(*self.command, self._directory, stdin=asyncio.subprocess.PIPE,
                                                              start_new_session=True)
         self._tasks = [asyncio.create_task(self._listen()), asyncio.create_task(self._watch())]
+        self._tasks[0].add_done_callback(self._deaf)
 
     async def stop(self) -> None:
         """End the child and remove what `start` made. Open calls get an error."""
@@ -143,43 +146,54 @@ class EngineProcess:
         shutil.rmtree(self._directory, ignore_errors=True)
 
     def open(self, requests: list[Request]) -> Stream:
-        """Hand requests to the engine: all of them are taken, or the stream's first `next` raises why not."""
+        """Hand requests to the engine: all of them are taken, or the stream's first `next` raises why not.
+
+        The engine knows them by wire ids, which are never used twice: a client may reuse its own id at once after it has left,
+        while chunks of the aborted request are still on their way.
+        """
         self.check_ready()
         for request in requests:
-            if request.rid in self._streams:
+            if request.rid in self._rids:
                 raise RequestError(f"the request id {request.rid!r} is in use", "rid")
-        stream = Stream(self, {r.rid for r in requests})
-        self._streams.update(dict.fromkeys(stream.open, stream))
-        self._send(requests)
+        stream = Stream(self, {str(next(self._numbers)): r.rid for r in requests})
+        self._send([msgspec.structs.replace(r, rid=wire) for wire, r in zip(stream.rids, requests)])
+        self._streams.update(dict.fromkeys(stream.rids, stream))
+        self._rids.update(stream.rids.values())
         return stream
 
     async def ask(self, verb: str) -> Any:
         """What the engine answers to one of its own verbs (`protocol.Control`)."""
         self.check_ready()
-        self._asked += 1
-        reply = self._replies[self._asked] = asyncio.get_running_loop().create_future()
-        self._send([Control(self._asked, verb)])
+        number, reply = next(self._numbers), asyncio.get_running_loop().create_future()
+        self._replies[number] = reply
         try:
-            return await asyncio.wait_for(reply, REPLY_TIMEOUT_S)
+            self._send([Control(number, verb)])
+            value = await asyncio.wait_for(reply, REPLY_TIMEOUT_S)
         except asyncio.TimeoutError:
             raise RequestError(f"the engine did not answer within {REPLY_TIMEOUT_S:.0f} s", status=503) from None
+        finally:
+            self._replies.pop(number, None)
+        if value is None:
+            raise RequestError(f"the engine failed on {verb}; its log says why", status=500)
+        return value
 
     def check_ready(self) -> None:
         """RequestError, status 503, unless the engine takes requests."""
         if self.state != "ready":
             raise RequestError(self.why, status=503)
 
-    def forget(self, rids: set[str], unfinished: set[str]) -> None:
-        """A stream is closed: nobody waits for `rids` any more."""
-        for rid in rids:
-            self._streams.pop(rid, None)
-        if unfinished and self.state == "ready":
-            self._send([Abort(sorted(unfinished))])
+    def forget(self, stream: Stream) -> None:
+        """A stream is closed: nobody waits for its requests any more."""
+        for wire, rid in stream.rids.items():
+            if self._streams.pop(wire, None) is not None:
+                self._rids.discard(rid)
+        if stream.open and self.state == "ready":
+            self._send([Abort(sorted(stream.open))])
 
     def fail_all(self, message: str) -> None:
         """Every open call ends with this error."""
         for stream in set(self._streams.values()):
-            stream.put(Rejected(rid=next(iter(stream.rids)), message=message, status=503))
+            stream.put(Rejected(rid="", message=message, status=503))
         for reply in self._replies.values():
             if not reply.done():
                 reply.set_exception(RequestError(message, status=503))
@@ -206,19 +220,28 @@ class EngineProcess:
     async def _watch(self) -> None:
         """A child that ends, ends its calls. (Starting another belongs here.)"""
         self.exit_code = await self._process.wait()
-        if self.state == "stopping":
-            return
         how = "did not start" if self.state == "starting" else "has died"
-        self.state, self.why = "dead", f"the engine process {how} (exit code {self.exit_code}); restart the server"
-        log.error(self.why)
-        self.fail_all(self.why)
-        self.settled.set()
+        self._die(f"the engine process {how} (exit code {self.exit_code}); restart the server")
+
+    def _deaf(self, listening: asyncio.Task) -> None:
+        """`_listen` has ended. An engine that nobody hears is of no use."""
+        if not listening.cancelled():
+            self._die(f"the engine's answers cannot be read ({listening.exception()}); restart the server")
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
+
+    def _die(self, why: str) -> None:
+        if self.state not in ("stopping", "dead"):
+            self.state, self.why = "dead", why
+            log.error(why)
+            self.fail_all(why)
+            self.settled.set()
 
 
 class Stream:
-    """The chunks of one call. `open`: its requests that have not ended."""
+    """The chunks of one call. rids: wire id -> the client's. open: the wire ids of requests that have not ended."""
 
-    def __init__(self, engine: EngineProcess, rids: set[str]):
+    def __init__(self, engine: EngineProcess, rids: dict[str, str]):
         self.engine, self.rids, self.open = engine, rids, set(rids)
         self._inbox: list[Chunk | Rejected] = []
         self._news = asyncio.Event()
@@ -226,8 +249,10 @@ class Stream:
     def put(self, event: Chunk | Rejected) -> None:
         if isinstance(event, Rejected):
             self.open.clear()  # none of the call was taken
-        elif event.finish_reason:
-            self.open.discard(event.rid)
+        else:
+            if event.finish_reason:
+                self.open.discard(event.rid)
+            event.rid = self.rids[event.rid]
         self._inbox.append(event)
         self._news.set()
 
@@ -249,7 +274,7 @@ class Stream:
 
     def close(self) -> None:
         """Abort what has not ended. To be called exactly when the call is over, however it ended."""
-        self.engine.forget(self.rids, self.open)
+        self.engine.forget(self)
 
 
 # ------------------------------------------------------------------------------------------------------------------------- routes
@@ -295,8 +320,7 @@ class Service:
     async def _answer(self, call: Call, stream: Stream) -> Response:
         try:
             while chunks := await stream.next():
-                for chunk in chunks:
-                    call.answer.add(chunk)
+                call.answer.add(chunks)
             return to_json(call.answer.body_json())
         finally:
             stream.close()
@@ -334,7 +358,7 @@ class EventStream(Response):
         """Text of the events. What arrives together is sent together."""
         try:
             while self.chunks:
-                if piece := b"".join(sse(event) for chunk in self.chunks for event in self.answer.add(chunk)):
+                if piece := b"".join(map(sse, self.answer.add(self.chunks))):
                     yield piece
                 self.chunks = await self.stream.next()
             yield b"".join(map(sse, self.answer.last_events())) + b"data: [DONE]\n\n"
@@ -455,7 +479,7 @@ def add_info_routes(app: fastapi.FastAPI, service: Service) -> None:
         return to_json({"model_path": info.model, "tokenizer_path": info.path, "served_model_name": reader.model,
                         "is_generation": True, "context_length": info.context_len, "max_total_tokens": info.max_total_tokens,
                         "vocab_size": info.vocab_size, "eos_token_ids": info.end_ids,
-                        "default_sampling_params": info.generation_defaults, "has_chat_template": reader.template is not None})
+                        "default_sampling_params": reader.defaults, "has_chat_template": reader.template is not None})
 
     @app.get("/get_server_info")
     @app.get("/server_info")
@@ -513,7 +537,24 @@ def run_engine(engine: Any, directory: str) -> None:
             out += step(engine, alive)
             meter.tick()
         if out:
-            events.send(encode(out))
+            events.send(pack(engine, out, alive))
+
+
+def pack(engine: Any, events: list, alive: set[str]) -> bytes:
+    """A frame of events. One that does not fit the wire becomes an error of its request, which is aborted."""
+    try:
+        return encode(events)
+    except Exception as error:
+        if len(events) > 1:
+            fitting = [decode_events(pack(engine, [event], alive))[0] for event in events]
+            return encode(fitting)
+        log.exception("an event does not fit the wire")
+        [event] = events
+        if isinstance(event, Reply):
+            return encode([Reply(event.id, None)])
+        engine.abort(event.rid)
+        alive.discard(event.rid)
+        return encode([Chunk(rid=event.rid, finish_reason="error", error=f"the engine failed on this request: {error}")])
 
 
 def obey(engine: Any, commands: list, alive: set[str]) -> list:
@@ -540,6 +581,8 @@ def obey(engine: Any, commands: list, alive: set[str]) -> list:
                 log.exception("a request was not taken")
                 return [Rejected(rid=command.rid, message=f"the engine failed on this request: {error}", status=500)]
             log.exception("a command failed")
+            if isinstance(command, Control):
+                out.append(Reply(command.id, None))
     alive.update(added)
     return out
 

@@ -239,7 +239,7 @@ def test_bad_requests_are_refused_by_name_and_change_nothing(path, ids, kw, name
 @pytest.mark.parametrize("flags, text", [
     (dict(context_length=513), "512 positions"), (dict(page_size=65), "page_size"), (dict(schedule_policy="best"), "schedule_policy"),
     (dict(max_running_requests=0), "positive"), (dict(max_total_tokens=10**12), "MiB are free"), (dict(dtype="int8"), "dtype"),
-    (dict(schedule_policy="lpm", disable_radix_cache=True), "disabled"), (dict(mem_fraction_static=0), "mem_fraction"), (dict(attention_backend="x"), "attention_backend")])
+    (dict(schedule_policy="lpm", disable_radix_cache=True), "disabled"), (dict(mem_fraction_static=0), "mem_fraction"), (dict(attention_backend="x"), "attention_backend"), (dict(device="gpu"), "cuda:N")])
 def test_bad_flags_are_refused_at_start(path, flags, text):
     with pytest.raises(ValueError, match=text):
         engines.make(path, **flags)
