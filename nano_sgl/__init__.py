@@ -6,6 +6,11 @@ Both names are looked up when they are first used, so that a module that needs n
 """
 
 import importlib
+import os
+
+# A thread of torch's that waits for another spins, and keeps the core from whoever it waits for: beside one busy process a step took four times
+# as long as with sleeping threads. Read when torch is loaded; who sets it otherwise is obeyed.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 _WHERE = {"LLM": "engine", "Engine": "engine", "EngineConfig": "engine", "SamplingParams": "protocol", "Output": "protocol",
           "RequestError": "protocol"}

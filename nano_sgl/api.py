@@ -5,7 +5,7 @@ spoken by its own `Answer`, so the engine knows nothing of JSON and a fourth dia
 
       body (bytes) --read_json, sort_fields--> ChatBody + sampling --Reader.chat--> Call: [Request, ...] + ChatAnswer
                                                                                              engine: Chunk, Chunk, ...
-      SSE events, or one JSON body  <--------------- ChatAnswer.add(chunk) ------------------------/
+      SSE events, or one JSON body  <--------------- ChatAnswer.add(chunks) -----------------------/
 
   Reader   bodies -> Calls for one model: tokenises, renders chats, fills in defaults, checks everything that needs no engine.
   Call     prompts x n samples, each a Request. They are submitted together.
@@ -22,14 +22,16 @@ than the longest token times the context is refused before it is tokenised.
 Invariant: `usage` counts a prompt once however many samples it has; text, ids, logprobs of a choice are cut by the engine, never
 here.
 
-Cost: one tokenisation a prompt; about 20 us of JSON a chunk. Stops holding: text in, text out; tools and response formats are
-refused by name. Source: OpenAI's API reference (chat, completions, legacy logprobs), SGLang 0.5's /generate.
+Cost: one tokenisation a prompt; about 20 us of JSON a chunk. Events of /generate hold all there is so far, so they are made once
+for all that has arrived, and each token's JSON once. Stops holding: text in, text out; tools and response formats are refused by
+name. Source: OpenAI's API reference (chat, completions, legacy logprobs), SGLang 0.5's /generate.
 """
 
 from __future__ import annotations
 
 import codecs
 import json
+import logging
 import time
 import uuid
 from dataclasses import dataclass
@@ -40,8 +42,11 @@ import msgspec
 from .chat import CHATML, ChatTemplate, Codec, Message, byte_tokenizer, read_messages
 from .protocol import ALIASES, RANGES, Chunk, Logprob, Ready, Request, RequestError, SamplingParams, convert, refusal, show
 
+log = logging.getLogger("nano_sgl")
+
 MAX_PROMPTS = 1024          # in one call
 MAX_CHOICES = 4096          # prompts times n in one call
+MAX_PROMPT_TOKENS = 1 << 22  # in one call, a prompt counted for each of its samples: each goes to the engine with a copy
 LOWEST_LOGPROB = -9999.0    # JSON has no infinity
 
 # Fields that OpenAI defines and that change nothing about an answer here.
@@ -202,6 +207,7 @@ class Reader:
         """model: the name clients use. template: a chat template instead of the model's; ValueError where it is none."""
         self.ready, self.model, self.created = ready, model, int(time.time())
         self.codec = Codec(ready.tokenizer_json)
+        self.defaults = self._usable(ready.generation_defaults)
         self.template: ChatTemplate | None = None
         self.why_no_chat = "this model has no chat template"
         if template is not None:
@@ -211,6 +217,19 @@ class Reader:
                 self.template = ChatTemplate(self.codec, ready.chat_template, ready.special_tokens)
             except ValueError as error:
                 self.why_no_chat = str(error)
+
+    def _usable(self, recommended: dict) -> dict:
+        """The model's recommended sampling values without those that no request could hold: a client sent none of them."""
+        usable, wrong = {}, []
+        for name, value in recommended.items():
+            try:
+                SamplingParams.from_dict({name: value}).verify(self.ready.vocab_size, self.ready.context_len)
+                usable[name] = value
+            except RequestError as error:
+                wrong.append(error.message)
+        if wrong:
+            log.warning("the model's generation_config.json is obeyed only in part: %s", "; ".join(wrong))
+        return usable
 
     def chat(self, raw: bytes) -> Call:
         """The call that a body of /v1/chat/completions makes. This and the next two raise RequestError where there is none."""
@@ -231,9 +250,10 @@ class Reader:
                                "messages")
         ids = self.template.encode(messages, continue_final=body.continue_final_message,
                                    add_generation_prompt=body.add_generation_prompt, variables=body.chat_template_kwargs)
-        sampling.setdefault("max_tokens", None)
-        if body.max_completion_tokens is not None:
-            sampling["max_tokens"] = body.max_completion_tokens
+        longest = sampling.setdefault("max_tokens", body.max_completion_tokens)
+        if body.max_completion_tokens not in (None, longest):
+            raise RequestError(f"max_tokens and max_completion_tokens are two names for one thing; got {show(longest)} and "
+                               f"{body.max_completion_tokens}, give one of them", "max_completion_tokens")
         params = self._params(sampling, logprobs=(body.top_logprobs or 0) if body.logprobs else None)
         return self._call(body, [Prompt(ids)], [params], ChatAnswer, "chatcmpl-")
 
@@ -254,9 +274,16 @@ class Reader:
             raise RequestError("give either text or input_ids", "text")
         name = "text" if body.text is not None else "input_ids"
         prompts = self._prompts(body.text if body.text is not None else body.input_ids, name)
-        wanted = zip(*(_for_each(getattr(body, name), len(prompts), name)
-                       for name in ("sampling_params", "return_logprob", "logprob_start_len", "top_logprobs_num")))
-        params = [self._native_params(*w) for w in wanted]
+        given, logprob, start, top = (_for_each(getattr(body, name), len(prompts), name) for name in (
+            "sampling_params", "return_logprob", "logprob_start_len", "top_logprobs_num"))
+        if wrong := [t for t in top if not RANGES["logprobs"].holds(t)]:
+            raise refusal("top_logprobs_num", wrong[0], str(RANGES["logprobs"]))
+        one_each = isinstance(body.top_logprobs_num, list)  # one value for all prompts is for those that want logprobs
+        if any(t and not wanted for t, wanted in zip(top, logprob if one_each else [any(logprob)])):
+            raise RequestError("top_logprobs_num needs return_logprob: true", "top_logprobs_num")
+        if min(start) < -1:
+            raise refusal("logprob_start_len", min(start), "-1 (logprobs of the output only) or a position in the prompt")
+        params = [self._native_params(*wanted) for wanted in zip(given, logprob, start, top)]
         single = params[0].n == 1 and (isinstance(body.text, str) or body.text is None and isinstance(body.input_ids[0], int))
         return self._call(body, prompts, params, GenerateAnswer, "", single=single)
 
@@ -290,7 +317,7 @@ class Reader:
 
     def _params(self, sampling: dict, **logprobs: int | None) -> SamplingParams:
         """The parameters of an OpenAI route: the model's recommended values where the client gives none."""
-        params = SamplingParams.from_dict({**self.ready.generation_defaults, **sampling, **logprobs})
+        params = SamplingParams.from_dict({**self.defaults, **sampling, **logprobs})
         params.verify(self.ready.vocab_size, self.ready.context_len)
         return params
 
@@ -317,6 +344,10 @@ class Reader:
         if sum(p.n for p in params) > MAX_CHOICES:
             raise RequestError(f"{len(prompts)} prompts with n = {params[0].n} are too many answers; at most {MAX_CHOICES} go "
                                "into one call", "n")
+        if (total := sum(len(prompt.ids) * p.n for prompt, p in zip(prompts, params))) > MAX_PROMPT_TOKENS:
+            raise RequestError(f"{sum(len(p.ids) for p in prompts)} prompt tokens with n = {max(p.n for p in params)} make "
+                               f"{total} tokens, a prompt counted for each of its samples; at most {MAX_PROMPT_TOKENS} go into "
+                               "one call", "n")
         for name in ("cache_salt", "extra_key"):
             if "\0" in getattr(body, name):
                 raise RequestError(f"{name} must not hold a NUL character", name)
@@ -365,6 +396,7 @@ class Choice:
         self.stop_reason: str | int | None = None
         self.cached_tokens = 0
         self.started = False
+        self.shown: dict[str, list[msgspec.Raw]] = {}  # the logprobs of a GenerateAnswer, as JSON
         self._offset, self._utf8 = 0, codecs.getincrementaldecoder("utf-8")("replace")
 
     def add(self, chunk: Chunk) -> None:
@@ -393,23 +425,35 @@ class Answer:
         self.choices = choices
         self.by_rid = {c.request.rid: c for c in choices}
         self.created, self.start = int(time.time()), time.monotonic()
+        self.prompt_tokens = sum(len(c.prompt.ids) for c in choices if c.request.index == 0)
+        self.completion_tokens = self.cached_tokens = 0
         options = getattr(body, "stream_options", None) or StreamOptions()
         self.include_usage, self.continuous_usage = options.include_usage, options.continuous_usage_stats
 
-    def add(self, chunk: Chunk) -> list:
-        """Take a chunk; returns the events it makes in a stream."""
-        choice = self.by_rid[chunk.rid]
-        choice.add(chunk)
-        events = self.events(choice, chunk) if self.body.stream else []
-        choice.started = True
+    def add(self, chunks: list[Chunk]) -> list:
+        """Take what has arrived; returns the events it makes in a stream."""
+        events = []
+        for chunk in chunks:
+            choice = self.take(chunk)
+            if self.body.stream:
+                events += self.events(choice, chunk)
+            choice.started = True
         return events
+
+    def take(self, chunk: Chunk) -> Choice:
+        """Add a chunk to its choice and to the counts of the call."""
+        choice = self.by_rid[chunk.rid]
+        self.completion_tokens += len(chunk.output_ids)
+        if choice.request.index == 0:
+            self.cached_tokens += chunk.cached_tokens - choice.cached_tokens
+        choice.add(chunk)
+        return choice
 
     def usage(self) -> dict:
         """Tokens of the call: each prompt counts once, however many samples it has."""
-        firsts = [c for c in self.choices if c.request.index == 0]
-        prompt, completion = sum(len(c.prompt.ids) for c in firsts), sum(len(c.output_ids) for c in self.choices)
-        return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion,
-                "prompt_tokens_details": {"cached_tokens": sum(c.cached_tokens for c in firsts)}}
+        return {"prompt_tokens": self.prompt_tokens, "completion_tokens": self.completion_tokens,
+                "total_tokens": self.prompt_tokens + self.completion_tokens,
+                "prompt_tokens_details": {"cached_tokens": self.cached_tokens}}
 
     def events(self, choice: Choice, chunk: Chunk) -> list:
         raise NotImplementedError
@@ -505,8 +549,25 @@ class GenerateAnswer(Answer):
         super().__init__(*args)
         self.single = single
 
-    def events(self, choice: Choice, chunk: Chunk) -> list:
-        return [self.choice_json(choice) if self.single else {**self.choice_json(choice), "index": choice.index}]
+    def add(self, chunks: list[Chunk]) -> list:
+        """One event for each choice that something arrived for."""
+        changed = {choice.index: choice for choice in map(self.take, chunks)}.values()
+        if not self.body.stream:
+            return []
+        return [self.choice_json(c) if self.single else {**self.choice_json(c), "index": c.index} for c in changed]
+
+    def take(self, chunk: Chunk) -> Choice:
+        """Add a chunk to its choice, and the JSON of its logprobs to what is there."""
+        choice = super().take(chunk)
+        if (wanted := choice.request.params.logprobs) is not None:
+            for name, entries in (("output", chunk.logprobs or ()), ("input", chunk.prompt_logprobs or ())):
+                lists = {"token": [self._token(e.token_id, e.logprob) for e in entries]}
+                if wanted:
+                    lists["top"] = [None if e.logprob is None else [self._token(*top) for top in e.top] for e in entries]
+                for kind, found in lists.items():
+                    shown = choice.shown.setdefault(f"{name}_{kind}_logprobs", [])
+                    shown += (msgspec.Raw(msgspec.json.encode(entry)) for entry in found)
+        return choice
 
     def last_events(self) -> list:
         return []
@@ -516,29 +577,17 @@ class GenerateAnswer(Answer):
         return found[0] if self.single else found
 
     def choice_json(self, choice: Choice) -> dict:
-        params, matched = choice.request.params, choice.stop_reason
-        reason = {"stop": {"type": "stop", "matched": matched}, "length": {"type": "length", "length": len(choice.output_ids)},
-                  None: None}.get(choice.finish_reason, {"type": choice.finish_reason, "message": "the request was aborted"})
+        reasons = {"stop": {"type": "stop", "matched": choice.stop_reason}, None: None,
+                   "length": {"type": "length", "length": len(choice.output_ids)}}
+        reason = reasons.get(choice.finish_reason, {"type": choice.finish_reason, "message": "the request was aborted"})
         meta = {"id": choice.request.rid, "finish_reason": reason, "prompt_tokens": len(choice.prompt.ids),
                 "completion_tokens": len(choice.output_ids), "cached_tokens": choice.cached_tokens,
-                "e2e_latency": time.monotonic() - self.start}
-        if params.logprobs is not None:
-            meta["output_token_logprobs"] = self._pairs(choice.logprobs)
-            meta["input_token_logprobs"] = self._pairs(choice.prompt_logprobs)
-            if params.logprobs:
-                meta["output_top_logprobs"] = self._tops(choice.logprobs)
-                meta["input_top_logprobs"] = self._tops(choice.prompt_logprobs)
+                "e2e_latency": time.monotonic() - self.start, **choice.shown}
         return {"text": choice.text, "output_ids": choice.output_ids, "meta_info": meta}
 
     def _token(self, token_id: int, logprob: float | None) -> tuple:
         return (None if logprob is None else max(logprob, LOWEST_LOGPROB), token_id,
                 self.codec.token_text(token_id) if self.body.return_text_in_logprobs else None)
-
-    def _pairs(self, entries: list[Logprob]) -> list[tuple]:
-        return [self._token(e.token_id, e.logprob) for e in entries]
-
-    def _tops(self, entries: list[Logprob]) -> list[list[tuple] | None]:
-        return [[self._token(*top) for top in e.top] if e.logprob is not None else None for e in entries]
 
 
 def _demo() -> None:
@@ -555,7 +604,7 @@ def _demo() -> None:
     first, second = (r.rid for r in call.requests)
     for chunk in (Chunk(rid=first, text="Hey", output_ids=[39, 68, 88]), Chunk(rid=second, text="Yo", output_ids=[56, 78]),
                   Chunk(rid=first, output_ids=[0], finish_reason="stop", stop_reason="!")):
-        for event in call.answer.add(chunk):
+        for event in call.answer.add([chunk]):
             print(f"  <- {msgspec.json.encode(event['choices'][0]).decode()}")
     print(f"  usage so far: {call.answer.usage()}")
     for wrong in (b'{"messages": []}', b'{"messages": "hi"}', b'{"temprature": 1, "messages": []}', b'{"top_p": NaN}'):

@@ -225,7 +225,7 @@ class ChatTemplate:
         nonce = secrets.token_hex(8)
 
         def hide(found: re.Match) -> str:
-            marks.append((f"\uf8fe{nonce}-{len(marks)}\uf8ff", found[0]))
+            marks.append((f"_{nonce}_{len(marks)}_", found[0]))  # characters that repr and JSON leave as they are
             return marks[-1][0]
 
         hidden = [{key: value if key == "role" else (self._control if m["role"] in UNTRUSTED else self._special).sub(hide, value)

@@ -44,8 +44,8 @@ from . import attention, sampling, weights
 from .memory import KVPool, Rows, SlotAllocator
 from .chat import ChatTemplate, Codec, Message, read_messages
 from .model import ForwardBatch, Model, ModelConfig, load
-from .protocol import Chunk, Logprob, Output, Request, RequestError, SamplingParams, convert, derive_seed
-from .radix import EVICTION, Tree
+from .protocol import Chunk, Logprob, Output, Request, RequestError, SamplingParams, convert, derive_seed, show
+from .radix import EVICTION, MAX_PAGE_SIZE, Tree
 from .scheduler import POLICIES, Batch, Req, Scheduler
 from .text import TextStream
 
@@ -84,12 +84,16 @@ class EngineConfig:
             value, choices = getattr(self, f.name), f.metadata["choices"]
             if choices and value is not None and value not in choices:
                 raise ValueError(f"{f.name} is {value!r}, expected one of {', '.join(choices)}")
-        for name in ("context_length", "max_running_requests", "max_total_tokens", "chunked_prefill_size", "threads"):
+        for name, low, high in (("context_length", 1, 2**31), ("max_running_requests", 1, 2**16), ("max_total_tokens", 1, 2**31),
+                                ("chunked_prefill_size", 1, 2**31), ("threads", 1, 2**10), ("page_size", 1, MAX_PAGE_SIZE),
+                                ("random_seed", 0, 2**63 - 1)):
             value = getattr(self, name)
-            if value is not None and (type(value) is not int or value < 1):
-                raise ValueError(f"{name} is {value!r}, expected a positive integer")
+            if value is not None and (type(value) is not int or not low <= value <= high):
+                raise ValueError(f"{name} is {value!r}, expected an integer from {low} to {high}")
         if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
             raise ValueError(f"device is {self.device!r}, expected auto, cpu, cuda or cuda:N")
+        if self.device.startswith("cuda") and not torch.cuda.is_available():
+            raise ValueError(f"device is {self.device!r}, but this torch ({torch.__version__}) finds no GPU")
         if not 0 < self.mem_fraction_static <= 1:
             raise ValueError(f"mem_fraction_static is {self.mem_fraction_static!r}, expected a number above 0 and at most 1")
 
@@ -137,11 +141,11 @@ class Engine:
         if on_cpu and config.threads:
             torch.set_num_threads(config.threads)
         self.path = weights.resolve(config.model)
-        self.tokenizer = weights.load_tokenizer(self.path)
         made_for = ModelConfig.from_dict(weights.load_config(self.path)).context_len
         self.context_len = config.context_length or made_for
         if self.context_len > made_for:
             raise ValueError(f"context_length is {self.context_len}, but the model was made for {made_for} positions")
+        self.tokenizer = weights.load_tokenizer(self.path)
         self.model: Model = load(self.path, config.dtype, self.device, context_len=self.context_len)
         model = self.model.config
         self.vocab_size = model.vocab_size
@@ -492,14 +496,14 @@ class LLM:
         params: for all prompts, or a list of one each. progress: a bar on stderr (None: for lists, on a terminal).
         RequestError where a request cannot be served; none has been started then.
         """
-        single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], numbers.Integral))
+        single = _is_single(prompts)
         requests = self._requests([prompts] if single else prompts, params, cache_salt, priority, stream=False)
         outputs = self._collect(requests, progress if progress is not None else None if len(requests) > 1 else False)
         return outputs[0] if single and len(outputs) == 1 else outputs
 
     def chat(self, messages: Sequence, params: Params | Sequence[Params] = None, **options) -> Output | list[Output]:
         """Answer a conversation (a list of {"role", "content"}), or a list of conversations. As `generate` otherwise."""
-        single = not messages or isinstance(messages[0], dict)
+        single = not messages or not isinstance(messages[0], (list, tuple))
         prompts = [self.chat_ids(conversation) for conversation in ([messages] if single else messages)]
         return self.generate(prompts[0] if single else prompts, params, **options)
 
@@ -516,7 +520,7 @@ class LLM:
 
     async def agenerate(self, prompts: Prompt | Sequence[Prompt], params: Params | Sequence[Params] = None, **options):
         """`generate` for an event loop; cancelling the task aborts its requests."""
-        single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], numbers.Integral))
+        single = _is_single(prompts)
         requests = self._requests([prompts] if single else prompts, params, stream=False, **options)
         inbox = self._submit_async(requests)
         try:
@@ -528,7 +532,7 @@ class LLM:
 
     async def achat(self, messages: Sequence, params: Params | Sequence[Params] = None, **options):
         """`chat` for an event loop."""
-        single = not messages or isinstance(messages[0], dict)
+        single = not messages or not isinstance(messages[0], (list, tuple))
         prompts = [self.chat_ids(conversation) for conversation in ([messages] if single else messages)]
         return await self.agenerate(prompts[0] if single else prompts, params, **options)
 
@@ -552,6 +556,8 @@ class LLM:
                 raise RequestError("this model has no chat template; use generate with a prompt of your own")
             self._template = ChatTemplate(Codec(self.tokenizer.backend_tokenizer.to_str()), self.tokenizer.chat_template,
                                           self.tokenizer.special_tokens_map)
+        if not all(isinstance(m, dict) for m in messages):
+            raise RequestError(f'messages are a list of {{"role": ..., "content": ...}}, got {show(messages)}', "messages")
         return self._template.encode(read_messages([convert(m, Message) for m in messages]))
 
     def shutdown(self) -> None:
@@ -573,6 +579,14 @@ class LLM:
         is_chat = not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], dict)
         return self.chat_ids(prompt) if is_chat else prompt
 
+    def _ids(self, prompt: Prompt) -> list[int]:
+        try:
+            if isinstance(prompt, bytes):
+                raise TypeError("bytes are neither")
+            return self.tokenizer.encode(prompt) if isinstance(prompt, str) else [operator.index(i) for i in prompt]
+        except (TypeError, UnicodeError) as error:
+            raise RequestError(f"a prompt is text (valid Unicode) or a list of token ids, got {show(prompt)}", "prompt") from error
+
     def _requests(self, prompts: Sequence[Prompt], params, cache_salt: str | None = None, priority: int = 0, *, stream: bool) -> list[Request]:
         """The requests of a call, all of them valid."""
         each = list(params) if isinstance(params, (list, tuple)) else [params] * len(prompts)
@@ -581,7 +595,7 @@ class LLM:
         requests = []
         for prompt, p in zip(prompts, each):
             p = SamplingParams() if p is None else SamplingParams.from_dict(p) if isinstance(p, dict) else p
-            ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else [operator.index(i) for i in prompt]
+            ids = self._ids(prompt)
             for index in range(max(p.n, 1)):
                 requests.append(Request(rid=secrets.token_hex(8), prompt_ids=ids, params=p, index=index, stream=stream, priority=priority,
                                         namespace=cache_salt or ""))
@@ -686,6 +700,13 @@ class LLM:
             return True
         except RuntimeError:
             return False
+
+
+def _is_single(prompts: Prompt | Sequence[Prompt]) -> bool:
+    """Whether this is one prompt (text or ids), not a list of prompts."""
+    if isinstance(prompts, (str, bytes)) or not hasattr(prompts, "__len__"):
+        return True
+    return len(prompts) > 0 and isinstance(prompts[0], numbers.Number)
 
 
 def _checked(chunk: Chunk | BaseException) -> Chunk:

@@ -14,7 +14,8 @@ The sockets are ZeroMQ over files in a directory that only this user may enter, 
 `protocol`: data, never code. A frame of requests is one HTTP call, taken whole or rejected whole; the status line is sent only
 after the engine has said which.
 
-  EngineProcess   the parent's end: starts the child, hands its events to Streams, knows whether it lives.
+  EngineProcess   the parent's end: starts the child, hands its events to Streams, knows whether it lives. Between the processes
+                  requests go by wire ids that it makes; a client's own id appears in answers only.
   Stream          the chunks of one call as they arrive. Closing it aborts what has not finished: on disconnect, error and end
                   alike.
   race            runs the work of a call against the client's disconnect, and cancels it when the client goes first.
@@ -544,17 +545,21 @@ def pack(engine: Any, events: list, alive: set[str]) -> bytes:
     """A frame of events. One that does not fit the wire becomes an error of its request, which is aborted."""
     try:
         return encode(events)
+    except Exception:
+        return encode([_fitting(engine, event, alive) for event in events])
+
+
+def _fitting(engine: Any, event: Chunk | Rejected | Reply, alive: set[str]) -> Chunk | Rejected | Reply:
+    try:
+        encode(event)
+        return event
     except Exception as error:
-        if len(events) > 1:
-            fitting = [decode_events(pack(engine, [event], alive))[0] for event in events]
-            return encode(fitting)
         log.exception("an event does not fit the wire")
-        [event] = events
         if isinstance(event, Reply):
-            return encode([Reply(event.id, None)])
+            return Reply(event.id, None)
         engine.abort(event.rid)
         alive.discard(event.rid)
-        return encode([Chunk(rid=event.rid, finish_reason="error", error=f"the engine failed on this request: {error}")])
+        return Chunk(rid=event.rid, finish_reason="error", error=f"the engine failed on this request: {error}")
 
 
 def obey(engine: Any, commands: list, alive: set[str]) -> list:

@@ -4,7 +4,8 @@
     python fake_engine.py child DIRECTORY        the engine process
 
 Words in a prompt: CRASH (the process dies at the third token), FAIL (the request fails there), RAISE (the step raises), REJECT (`add` refuses),
-BROKEN (`add` raises something else), SLOW (20 ms a token), MUTE (never says anything), BAD (`check` finds the books wrong).
+BROKEN (`add` raises something else), SLOW (20 ms a token), MUTE (never says anything), BAD (`check` finds the books wrong), UNFIT (the
+third token's text does not fit the wire).
 """
 
 import argparse
@@ -71,7 +72,7 @@ class FakeEngine:
     def __init__(self):
         self.config, self.path = FakeConfig(), Path("/nowhere")
         self.vocab_size, self.context_len, self.end_ids = 258, CONTEXT, [257]
-        self.generation_defaults = {"temperature": 0.5}
+        self.generation_defaults = {"temperature": 0.5, "top_k": 20, "min_p": 7.0}
         self.codec = byte_tokenizer()
         self.tokenizer = SimpleNamespace(backend_tokenizer=self.codec, chat_template=CHATML, special_tokens_map={"eos_token": "<|im_end|>"})
         self.scripts: dict[str, Script] = {}
@@ -86,7 +87,7 @@ class FakeEngine:
         if "BROKEN" in script.prompt:
             raise KeyError("a bug in add")
         self.scripts[request.rid] = script
-        self.counts["last_params"] = {"temperature": request.params.temperature, "max_tokens": request.params.max_tokens,
+        self.counts["last_params"] = {"temperature": request.params.temperature, "top_k": request.params.top_k, "max_tokens": request.params.max_tokens,
                                       "priority": request.priority, "routing_key": request.routing_key, "namespace": request.namespace}
 
     def abort(self, rid: str) -> bool:
@@ -111,6 +112,8 @@ class FakeEngine:
             elif "MUTE" not in script.prompt and (chunk := script.next()) is not None:
                 chunks.append(chunk)
                 self.counts["output_tokens"] += len(chunk.output_ids)
+                if script.seen == 3 and "UNFIT" in script.prompt:
+                    chunk.text = "\ud800"
         for chunk in chunks:
             if chunk.finish_reason:
                 del self.scripts[chunk.rid]

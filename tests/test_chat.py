@@ -207,6 +207,18 @@ def test_names_and_template_variables_cannot_forge_either():
     assert count(ids, ours.codec, "<|im_start|>") == count(ids, ours.codec, "<|im_end|>") == 1
 
 
+def test_lists_and_maps_in_template_variables_cannot_forge_either():
+    ours, _ = templates("<|im_start|>{% for x in hints %}{{ x }}{% endfor %}{{ deep['a'] }}{% for k in deep %}{{ k }}{% endfor %}<|im_end|>")
+    deep = {"a": [{"b": "<|im_end|>"}, 5], "<|im_start|>": None}
+    ids = ours.encode([{"role": "user", "content": ""}], variables={"hints": ["<|im_start|>", "<|im_end|>"], "deep": deep})
+    assert count(ids, ours.codec, "<|im_start|>") == count(ids, ours.codec, "<|im_end|>") == 1
+    assert "{'b': '<|im_end|>'}, 5]a<|im_start|><|im_end|>" in ours.codec.decode(ids)
+    for _ in range(100_000):
+        deep = [deep]
+    with pytest.raises(RequestError, match="nested too deeply"):
+        ours.encode([{"role": "user", "content": ""}], variables={"deep": deep})
+
+
 def test_added_tokens_that_a_template_writes_are_control_in_a_users_words_only():
     source = "{% for m in messages %}{{ '<|User|>' if m.role == 'user' else '<|Assistant|>' }}{{ m.content }}{% endfor %}"
     ours, _ = templates(source)
@@ -285,6 +297,7 @@ def test_messages_are_read_and_refused_by_name():
     "{% for i in range(99999) %}{% for j in range(99999) %}{{ 'x' * 1000 }}{% endfor %}{% endfor %}",
     "{% macro f() %}{% for i in range(99999) %}{% endfor %}{% endmacro %}{% for i in range(99999) %}{{ f() }}{% endfor %}",
     "{% set _deadline = 1e99 %}{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+    "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
     "{{ 'x' * 10 ** 9 }}", "{{ [0] * 10 ** 9 }}", "{{ (2 ** 30000) ** 30000 }}",
 ])
 def test_hostile_templates_are_stopped(source, monkeypatch):

@@ -3,6 +3,7 @@
 One server for the module; tests that kill something start their own.
 """
 
+import asyncio
 import concurrent.futures
 import contextlib
 import gzip
@@ -16,14 +17,17 @@ import subprocess
 import sys
 import tempfile
 import time
+import types
 from pathlib import Path
 
 import httpx
 import msgspec
 import pytest
+import zmq
 
 from nano_sgl import api, server
-from nano_sgl.protocol import RequestError
+from nano_sgl.chat import CHATML, byte_tokenizer
+from nano_sgl.protocol import Chunk, Logprob, Ready, Rejected, Reply, Request, RequestError, SamplingParams
 
 HERE = Path(__file__).parent
 CHAT = [{"role": "user", "content": "hi"}]
@@ -136,12 +140,17 @@ def test_completion_defaults_to_16_tokens_and_chat_to_the_context(served):
     assert served.post("/v1/completions", prompt="hi").json()["usage"]["completion_tokens"] == 16
     usage = served.post("/v1/chat/completions", messages=CHAT).json()["usage"]
     assert usage["total_tokens"] == 512
-    assert served.post("/v1/chat/completions", messages=CHAT, max_tokens=50, max_completion_tokens=3).json()["usage"]["completion_tokens"] == 3
+    for fields in ({"max_completion_tokens": 3}, {"max_completion_tokens": 3, "max_tokens": 3}):
+        assert served.post("/v1/chat/completions", messages=CHAT, **fields).json()["usage"]["completion_tokens"] == 3
+    check_refused(served.post("/v1/chat/completions", messages=CHAT, max_tokens=50, max_completion_tokens=3), param="max_completion_tokens")
 
 
 def test_recommended_sampling_values_are_the_default_of_openai_routes_only(served):
     served.post("/v1/completions", prompt="hi")
-    assert served.stats()["last_params"]["temperature"] == 0.5
+    got = served.stats()["last_params"]
+    assert got["temperature"] == 0.5 and got["top_k"] == 20 and type(got["top_k"]) is int
+    assert served.client.get("/model_info").json()["default_sampling_params"] == {"temperature": 0.5, "top_k": 20}
+    assert "obeyed only in part: min_p must be a number in [0, 1]; got 7.0" in served.log
     served.post("/v1/completions", prompt="hi", temperature=0.25)
     assert served.stats()["last_params"]["temperature"] == 0.25
     served.post("/generate", text="hi", sampling_params={"max_new_tokens": 1})
@@ -222,6 +231,10 @@ def test_generate_takes_lists_with_one_value_for_all_or_one_each(served):
     check_refused(served.post("/generate", text="a", sampling_params={"max_tokns": 1}), param="max_tokns")
     check_refused(served.post("/generate", text="a", sampling_params={"logprobs": 1}), names="return_logprob")
     check_refused(served.post("/generate", text="a", sampling_params={"temperature": -1}), param="temperature")
+    for fields in ({"top_logprobs_num": 2}, {"top_logprobs_num": -1, "return_logprob": True}, {"logprob_start_len": -2},
+                   {"text": ["a", "b"], "top_logprobs_num": [2, 0], "return_logprob": [False, True]}):
+        check_refused(served.post("/generate", **{"text": "a", **fields}), param=next(n for n in fields if n not in ("text",)))
+    assert served.post("/generate", text=["a", "b"], top_logprobs_num=2, return_logprob=[False, True]).status_code == 200
 
 
 def test_scheduling_fields_reach_the_engine(served):
@@ -281,7 +294,7 @@ def test_streamed_and_plain_answers_say_the_same(served, path, body):
 
 
 def test_native_stream_is_cumulative(served):
-    events = served.events("/generate", text="hi", sampling_params={"max_new_tokens": 3})
+    events = served.events("/generate", text="SLOW", sampling_params={"max_new_tokens": 3})
     assert [e["text"] for e in events] == ["a", "ab", "abc"] and "index" not in events[0]
     assert [e["meta_info"]["finish_reason"] is None for e in events] == [True, True, False]
     many = served.events("/generate", text=["hi", "ho"], sampling_params={"max_new_tokens": 3})
@@ -303,6 +316,7 @@ def test_a_step_that_raises_costs_its_requests_only(served):
     response = served.post("/v1/completions", prompt="RAISE", max_tokens=9, stream=True)
     assert "a bug in step" in response.text and "[DONE]" not in response.text
     check_refused(served.post("/v1/completions", prompt="BROKEN"), status=500)
+    assert "surrogates not allowed" in served.post("/v1/completions", prompt="UNFIT", max_tokens=9, stream=True).text
     served.alive()
 
 
@@ -686,3 +700,116 @@ def test_a_json_error_names_what_it_can():
     for raw, words in ((b'{"a": "\\ud800"}', "a: a text holds half"), (b'{"sampling_params": {"b": NaN}}', "b: nan"), (b"{", "not valid JSON")):
         with pytest.raises(RequestError, match=words):
             api.read_json(raw)
+
+
+def make_reader() -> api.Reader:
+    return api.Reader(Ready(model="m", path="", vocab_size=258, context_len=100_000, max_total_tokens=100_000, end_ids=[257], config={},
+                            tokenizer_json=byte_tokenizer().to_str(), chat_template=CHATML, special_tokens={}, generation_defaults={}), "m")
+
+
+def test_copies_of_a_long_prompt_are_bounded():
+    body = {"prompt": [1] * 50_000, "max_tokens": 1, "n": 80}
+    assert len(make_reader().completion(msgspec.json.encode(body)).requests) == 80
+    with pytest.raises(RequestError, match="50000 prompt tokens with n = 100 make 5000000 tokens.*at most 4194304"):
+        make_reader().completion(msgspec.json.encode({**body, "n": 100}))
+
+
+def test_a_cumulative_stream_makes_one_event_of_all_that_arrived_and_each_logprob_once(monkeypatch):
+    made = []
+    token = api.GenerateAnswer._token
+    monkeypatch.setattr(api.GenerateAnswer, "_token", lambda *args: made.append(1) or token(*args))
+    body = {"input_ids": [[1], [2]], "stream": True, "return_logprob": True, "top_logprobs_num": 2}
+    call = make_reader().generate(msgspec.json.encode(body))
+    for _ in range(10):
+        chunks = [Chunk(rid=r.rid, text="a", output_ids=[64], logprobs=[Logprob(64, -1.0, [(64, -1.0), (65, -2.0)])]) for r in call.requests]
+        events = msgspec.json.decode(msgspec.json.encode(call.answer.add(chunks * 5)))
+        assert [e["index"] for e in events] == [0, 1]
+    assert len(made) == 2 * 50 * 3
+    for event in events:
+        assert event["text"] == "a" * 50 and event["meta_info"]["output_token_logprobs"] == [[-1.0, 64, None]] * 50
+        assert event["meta_info"]["output_top_logprobs"] == [[[-1.0, 64, None], [-2.0, 65, None]]] * 50
+    assert call.answer.usage()["completion_tokens"] == 100 and call.answer.usage()["prompt_tokens"] == 2
+
+
+class DeafEngine(server.EngineProcess):
+    """The parent's end without a child: `sent` is what would have gone out."""
+
+    def __init__(self):
+        super().__init__([])
+        self.state, self.sent = "ready", []
+
+    def _send(self, commands: list) -> None:
+        self.sent.append(server.decode_commands(server.encode(commands)))
+
+    async def hear(self, *events) -> None:
+        """Let `_listen` take one frame."""
+        frames = asyncio.Queue()
+        frames.put_nowait(server.encode(events))
+        self._events = types.SimpleNamespace(recv=frames.get)
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._listen(), 0.05)
+
+
+def test_an_id_may_be_used_again_at_once_and_gets_nothing_of_the_request_before():
+    async def run():
+        engine = DeafEngine()
+        request = Request(rid="x", prompt_ids=[1], params=SamplingParams())
+        first = engine.open([request])
+        with pytest.raises(RequestError, match="'x' is in use"):
+            engine.open([request])
+        first.close()
+        second = engine.open([request])
+        first.close()  # a second time, which must not set the id free
+        with pytest.raises(RequestError, match="'x' is in use"):
+            engine.open([request])
+        wires = [command.rid for frame in engine.sent for command in frame if isinstance(command, Request)]
+        assert len(set(wires)) == len(wires) == 2 and "x" not in wires
+        await engine.hear(Chunk(rid=wires[0], text="old"), Chunk(rid=wires[1], text="new", finish_reason="stop"))
+        assert [(c.rid, c.text) for c in await second.next()] == [("x", "new")] and not await second.next()
+        second.close()
+        assert not engine._streams and not engine._rids
+    asyncio.run(run())
+
+
+def test_what_cannot_be_sent_or_is_not_answered_leaves_nothing(monkeypatch):
+    async def run():
+        engine = DeafEngine()
+        with pytest.raises(UnicodeEncodeError):
+            engine.open([Request(rid="x", prompt_ids=[1], params=SamplingParams(), namespace="\ud800")])
+        assert not engine._streams and not engine._rids
+        monkeypatch.setattr(server, "REPLY_TIMEOUT_S", 0.01)
+        with pytest.raises(RequestError, match="did not answer"):
+            await engine.ask("stats")
+        assert not engine._replies
+    asyncio.run(run())
+
+
+def test_a_frame_that_cannot_be_read_ends_the_engine_and_its_calls(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(HERE.parent))
+
+    async def run():
+        engine = server.EngineProcess([sys.executable, str(HERE / "fake_engine.py"), "child"])
+        await engine.start()
+        try:
+            await asyncio.wait_for(engine.settled.wait(), 20)
+            stream = engine.open([Request(rid="x", prompt_ids=[1], params=SamplingParams())])
+            with zmq.Context() as context, context.socket(zmq.PUSH) as stranger:
+                stranger.connect(f"ipc://{engine._directory}/events")
+                stranger.send(b"\xc1")
+                with pytest.raises(RequestError, match="cannot be read"):
+                    while await asyncio.wait_for(stream.next(), 5):
+                        pass
+            assert engine.state == "dead" and await asyncio.wait_for(engine._process.wait(), 5)
+        finally:
+            await engine.stop()
+    asyncio.run(run())
+
+
+def test_events_that_do_not_fit_the_wire_become_errors_of_their_requests():
+    aborted, alive = [], {"a", "b"}
+    engine = types.SimpleNamespace(abort=aborted.append)
+    events = [Chunk(rid="a", text="ok"), Chunk(rid="b", text="\ud800"), Reply(1, 1 << 70), Rejected(rid="c", message="no")]
+    good, bad, reply, rejected = server.decode_events(server.pack(engine, events, alive))
+    assert good == events[0] and rejected == events[3] and reply == Reply(1, None)
+    assert bad.rid == "b" and bad.finish_reason == "error" and "surrogates" in bad.error
+    assert aborted == ["b"] and alive == {"a"}
