@@ -70,7 +70,7 @@ class EngineConfig:
     max_running_requests: int | None = flag(None, "rows of a batch; 64 on CPU, 256 on GPU by default")
     max_total_tokens: int | None = flag(None, "KV slots; by default what memory allows (CPU: at most 65536)")
     mem_fraction_static: float = flag(0.88, "share of GPU memory for weights and KV")
-    chunked_prefill_size: int | None = flag(None, "tokens a step; 512 on CPU, 8192 on GPU by default")
+    chunked_prefill_size: int | None = flag(None, "tokens a step; 2048 on CPU, 8192 on GPU by default; less makes streams smoother")
     page_size: int = flag(1, "KV slots a page, 1 to 64")
     schedule_policy: str = flag("fcfs", "order of the waiting requests", POLICIES)
     radix_eviction_policy: str = flag("lru", "which cached prefix goes first", EVICTION)
@@ -159,7 +159,7 @@ class Engine:
         self.kv = KVPool(slots.capacity, config.page_size, model.num_layers, model.num_kv_heads, model.head_dim, self.model.dtype, self.device)
         self.scheduler = Scheduler(
             tree=Tree(config.page_size, config.radix_eviction_policy), slots=slots, rows=self.rows,
-            token_budget=config.chunked_prefill_size or (512 if on_cpu else 8192), max_running=max_running,
+            token_budget=config.chunked_prefill_size or (2048 if on_cpu else 8192), max_running=max_running,
             context_len=self.context_len, schedule_policy=config.schedule_policy, cache=not config.disable_radix_cache,
             seed=config.random_seed or 0)
         backend = config.attention_backend or ("torch" if on_cpu else "triton")
