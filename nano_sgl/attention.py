@@ -34,6 +34,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from . import native
 from .kernels import cdiv, compile_ahead, jit, pow2, tile_max, tile_min, tile_sum, tl, triton
 
 ATTENTION: dict[str, type] = {}
@@ -49,6 +50,13 @@ def register_attention(name: str):
         return cls
 
     return put
+
+
+def default_backend(device: str) -> str:
+    """What attends on a device where nobody chose: the kernels, and on CPU torch where those cannot be built."""
+    if not device.startswith("cpu"):
+        return "triton"
+    return "torch" if native.library() is None else "cpp"
 
 
 # ---- the plan: host integers in, host integers out ---------------------------------------------------------------------------
@@ -233,7 +241,58 @@ def attention_reference(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.T
     return out
 
 
-# ---- the torch backend: the CPU path -----------------------------------------------------------------------------------------
+# ---- the C++ backend: the CPU path -------------------------------------------------------------------------------------------
+
+
+@register_attention("cpp")
+class CppAttention:
+    """kernels.cpp's attention: items straight out of the pool. As TorchAttention in what it offers."""
+
+    def __init__(self, heads: int, kv_heads: int, head_dim: int):
+        if native.library() is None:
+            raise native.BuildError("the attention backend 'cpp' needs the C++ kernels, which could not be built here or are switched off")
+        self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
+        # A unit of work is an item's kv head; four a thread even out. Item and partial: packing a block, rescaling and merging rows
+        self.plan_options = dict(group=heads // kv_heads, tiles=(256,), programs=-(-4 * torch.get_num_threads() // kv_heads),
+                                 min_split=256, item_cost=64, partial_cost=4)
+
+    def prepare(self, plan: Plan, table: torch.Tensor, cols: torch.Tensor, base: torch.Tensor | None = None,
+                bits: torch.Tensor | None = None) -> CppContext:
+        """plan: of this step. table: [R, C] int32. cols, base, bits: [T] int64. Reads no value of the tensors, but keeps them: until
+        the step's last layer they must not change."""
+        part = torch.empty(plan.partials, self.heads, self.head_dim + 1)  # fp32; the log-sum-exps behind the outputs
+        kept = [table, cols, base, bits, part, *map(np.ascontiguousarray, (plan.items, plan.segment, plan.seg_first, plan.shifts))]
+        at = lambda x: None if x is None else x.ctypes.data if isinstance(x, np.ndarray) else x.data_ptr()
+        table, cols, base, bits, part, items, segment, seg_first, shifts = map(at, kept)
+        args = native.Attention(
+            part=part, part_lse=part + 4 * plan.partials * self.heads * self.head_dim, items=items, segment=segment, seg_first=seg_first,
+            shifts=shifts, table=table, cols=cols, base=base, bits=bits, table_stride=kept[0].stride(0), num_items=len(plan.items),
+            tokens=plan.tokens, heads=self.heads, kv_heads=self.kv_heads, dim=self.head_dim, merges=plan.partials > 0,
+            threads=torch.get_num_threads())
+        return CppContext(args, kept)
+
+    def run(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, ctx: CppContext, scale: float, window: int = 0,
+            softcap: float = 0.0, sinks: torch.Tensor | None = None) -> torch.Tensor:
+        """Attention of one layer, as TorchAttention.run."""
+        out = torch.empty(q.shape, dtype=q.dtype)  # every token sees its own column, so every row is written
+        sinks = None if sinks is None else sinks.float().contiguous()
+        args = ctx.args
+        args.q, args.k_cache, args.v_cache, args.out = q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), out.data_ptr()
+        args.q_stride, args.q_head_stride, args.slot_stride = q.stride(0), q.stride(1), k_cache.stride(0)
+        args.scale, args.window, args.softcap, args.sinks = scale, window, softcap, None if sinks is None else sinks.data_ptr()
+        native.library().nano_attention(args, native.DTYPES[q.dtype])
+        return out
+
+
+@dataclass
+class CppContext:
+    """What CppAttention.prepare leaves for the layers of one step."""
+
+    args: native.Attention
+    kept: list  # what its pointers point into
+
+
+# ---- the torch backend: any device, and the twin of the others ---------------------------------------------------------------
 
 SHORT = 64  # query ranges up to this many tokens are batched with others of like shape, longer ones are a call of their own
 CALL_COST = 5000  # what a call costs beside its work, in columns x (query tokens + 8), about 0.02 us each

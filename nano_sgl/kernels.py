@@ -9,8 +9,9 @@ over that memory plus a launch. So each step between products is one kernel:
     attention (attention.py) --[product]--> x ... gate_up --silu_mul--> [product] --> x
 
 Names: T tokens of the step, E hidden size, N heads, D head dim, G kv heads, S slots of the pool, R rotated entries of a head.
-A *twin* is the same function in plain torch: the oracle of the tests, and the path on CPU. Tensors on a CUDA or ROCm device take
-the Triton kernel, others the twin; `backend="triton"` or "torch" forces one.
+A *twin* is the same function in plain torch: the oracle of the tests, and the path where nothing better is. Tensors on a CUDA or
+ROCm device take the Triton kernel, those on a CPU kernels.cpp where it can be built (native.py), others the twin;
+`backend="triton"`, "cpp" or "torch" forces one.
 
 Invariant: kernel and twin round alike. As in transformers, arithmetic is fp32 inside, a norm is rounded to the model's dtype
 before its weight, SiLU before the product, and the rotary factors are in the model's dtype; so the twin of a norm equals
@@ -29,6 +30,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from . import native
+
 try:
     import triton
     import triton.language as tl
@@ -38,15 +41,19 @@ except ImportError:  # macOS, Windows, a bare CPU machine: the torch twins carry
     triton = tl = None
 
 
-def use_triton(x: torch.Tensor, backend: str | None = None) -> bool:
-    """Whether a function given x runs its Triton kernel; ImportError where that was asked for and triton is not installed."""
+def route(x: torch.Tensor, backend: str | None = None) -> str:
+    """What a function given x runs: "triton", "cpp" or "torch". ImportError, or BuildError, where one was asked for that is not there."""
     if backend is None:
-        return triton is not None and x.is_cuda
-    if backend not in ("triton", "torch"):
-        raise ValueError(f"backend {backend!r} is not known: 'triton', 'torch', or None to go by the tensor's device")
+        if x.is_cuda:
+            return "torch" if triton is None else "triton"
+        return "torch" if native.library() is None or not native.takes(x) or x.stride(-1) != 1 else "cpp"
+    if backend not in ("triton", "cpp", "torch"):
+        raise ValueError(f"backend {backend!r} is not known: 'triton', 'cpp', 'torch', or None to go by the tensor's device")
     if backend == "triton" and triton is None:
         raise ImportError("backend='triton' was asked for, but the package triton is not installed")
-    return backend == "triton"
+    if backend == "cpp" and native.library() is None:
+        raise native.BuildError("backend='cpp' was asked for, but the C++ kernels could not be built (see the log), or are switched off")
+    return backend
 
 
 # ---- the operations and their twins ------------------------------------------------------------------------------------------
@@ -57,16 +64,22 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, backend: str | N
 
     x: [T, E] or [T, N, D], rows may be strided. weight: [E], or [N, D], a row per head, so that query and key norms are one call.
     """
-    if use_triton(x, backend):
-        return _launch_rms_norm(x, None, weight, eps)[0]
+    match route(x, backend):
+        case "triton":
+            return _launch_rms_norm(x, None, weight, eps)[0]
+        case "cpp":
+            return _call_rms_norm(x, None, weight, eps)[0]
     return F.rms_norm(x, x.shape[-1:], None, eps) * weight
 
 
 def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float,
                  backend: str | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """residual + x, [T, E] each, and its norm: returns (normed, new residual); mutates nothing."""
-    if use_triton(x, backend):
-        return _launch_rms_norm(x, residual, weight, eps)
+    match route(x, backend):
+        case "triton":
+            return _launch_rms_norm(x, residual, weight, eps)
+        case "cpp":
+            return _call_rms_norm(x, residual, weight, eps)
     residual = residual + x
     return rms_norm(residual, weight, eps, backend), residual
 
@@ -86,8 +99,11 @@ def rope_(x: torch.Tensor, cs: torch.Tensor, backend: str | None = None) -> torc
 
     cs: rope_gather's [2, T, 1, R]. Query and key heads rotate alike: pass both as one view of the fused projection.
     """
-    if use_triton(x, backend):
-        return _launch_rope(x, cs)
+    match route(x, backend):
+        case "triton":
+            return _launch_rope(x, cs)
+        case "cpp":
+            return _call_rope(x, cs)
     part = x[..., : cs.shape[-1]]
     turned = part.roll(cs.shape[-1] // 2, -1)  # before the product below overwrites it
     part.mul_(cs[0]).addcmul_(turned, cs[1])
@@ -100,18 +116,60 @@ def store_kv(k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: t
 
     Of a slot that stands there twice (the padding slot) either value may stay.
     """
-    if use_triton(k, backend):
-        return _launch_store_kv(k, v, k_cache, v_cache, slots)
+    match route(k, backend):
+        case "triton":
+            return _launch_store_kv(k, v, k_cache, v_cache, slots)
+        case "cpp":
+            return _call_store_kv(k, v, k_cache, v_cache, slots)
     k_cache.index_copy_(0, slots, k)
     v_cache.index_copy_(0, slots, v)
 
 
 def silu_mul(gate_up: torch.Tensor, backend: str | None = None) -> torch.Tensor:
     """[T, 2I] -> silu(first half) * second half, [T, I]."""
-    if use_triton(gate_up, backend):
-        return _launch_silu_mul(gate_up)
+    match route(gate_up, backend):
+        case "triton":
+            return _launch_silu_mul(gate_up)
+        case "cpp":
+            return _call_silu_mul(gate_up)
     gate, up = gate_up.chunk(2, -1)
     return F.silu(gate).mul_(up)
+
+
+# ---- C++ ----------------------------------------------------------------------------------------------------------------------
+
+
+def _call_rms_norm(x, residual, weight, eps):
+    x = x if x.dim() in (2, 3) else x.reshape(-1, x.shape[-1])
+    size, heads = x.shape[-1], x.shape[1] if x.dim() == 3 else 1
+    out = torch.empty(x.shape, dtype=x.dtype)
+    residual = None if residual is None else residual.contiguous()
+    total = None if residual is None else torch.empty_like(out)
+    native.library().nano_rms_norm(
+        x.data_ptr(), residual if residual is None else residual.data_ptr(), weight.data_ptr(), out.data_ptr(),
+        total if total is None else total.data_ptr(), len(x) * heads, heads, size, x.stride(0), x.stride(1) if x.dim() == 3 else 0,
+        weight.stride(0) if weight.dim() == 2 else 0, eps, torch.get_num_threads(), native.DTYPES[x.dtype])
+    return out, total
+
+
+def _call_rope(x, cs):
+    native.library().nano_rope(x.data_ptr(), cs.data_ptr(), len(x), x.shape[1], cs.shape[-1] // 2, x.stride(0), x.stride(1),
+                               torch.get_num_threads(), native.DTYPES[x.dtype])
+    return x
+
+
+def _call_store_kv(k, v, k_cache, v_cache, slots):
+    size = k.element_size()
+    native.library().nano_store_kv(
+        k.data_ptr(), v.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), slots.data_ptr(), len(k), k.shape[1], k.stride(0) * size,
+        k.stride(1) * size, v.stride(0) * size, v.stride(1) * size, k_cache.stride(0) * size, k.shape[2] * size, torch.get_num_threads())
+
+
+def _call_silu_mul(gate_up):
+    out = torch.empty((len(gate_up), gate_up.shape[1] // 2), dtype=gate_up.dtype)
+    native.library().nano_silu_mul(gate_up.data_ptr(), out.data_ptr(), len(out), out.shape[1], gate_up.stride(0), torch.get_num_threads(),
+                                   native.DTYPES[out.dtype])
+    return out
 
 
 # ---- Triton ------------------------------------------------------------------------------------------------------------------

@@ -8,6 +8,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported, here 
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
+from kernel_sets import SETS  # noqa: E402
+
+from nano_sgl import native  # noqa: E402
 
 torch.set_num_threads(1)
 CASES = Path(__file__).parent / "cases"
@@ -25,3 +28,12 @@ def api_case():
     """api_case("F003"): one case of tests/cases by its id."""
     cases = {case["id"]: case for file in CASES.glob("*.jsonl") for case in map(json.loads, file.read_text().splitlines())}
     return cases.__getitem__
+
+
+@pytest.fixture(params=SETS, ids="-".join)
+def kernel_set(request) -> str:
+    """The test runs once per kernel set; the name of its attention backend."""
+    before = native.choice
+    native.use(request.param[1])
+    yield request.param[0]
+    native.use(before)

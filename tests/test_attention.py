@@ -1,5 +1,7 @@
 """The attention plan against brute force, and the torch backend against the float64 oracle."""
 
+import functools
+
 import numpy as np
 import pytest
 import torch
@@ -118,32 +120,39 @@ def test_a_bound_below_the_rows_own_tokens_is_refused():
         attention.plan([0, 1], [1, 3], [5, 2])
 
 
-# ---- the torch backend ----
+# ---- the CPU backends ----
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("trees", [False, True])
-@pytest.mark.parametrize("page", [1, 16])
-def test_torch_backend_equals_the_oracle(dtype, trees, page):
-    rng = np.random.default_rng([page, trees, dtype.itemsize])
-    for case in range(15):
+@functools.cache
+def oracle_cases(dtype, trees, page) -> list:
+    """Random batches, and what the oracle says of them: made once for all kernel sets."""
+    rng, cases = np.random.default_rng([page, trees, dtype.itemsize]), []
+    for case in range(8):
         batch = ragged(
             rng,
             int(rng.integers(1, 9)),
             q_max=[40, 200][case % 5 == 4],
-            kv_max=int(rng.choice([1, 60, 300])),
+            kv_max=int(rng.choice([1, 60, 200])),
             page=page,
             trees=trees,
         )
-        group = int(rng.choice([1, 3, 4]))
-        q, k_cache, v_cache = batch.tensors(2 * group, 2, int(rng.choice([16, 24])), dtype, seed=case)
+        group = int(rng.choice([1, 3, 4, 7, 8]))
+        tensors = batch.tensors(2 * group, 2, int(rng.choice([16, 24, 40, 80])), dtype, seed=case)
         flags = dict(window=int(rng.choice([0, 0, 7, 100])), softcap=float(rng.choice([0, 0, 5])))
         flags["sinks"] = torch.randn(2 * group) if rng.random() < 0.3 else None
-        want = attention.attention_reference(
-            q, k_cache, v_cache, batch.table, batch.token_rows, batch.cols, q.shape[2] ** -0.5, batch.base, batch.bits, **flags
-        )
+        scale = tensors[0].shape[2] ** -0.5
+        want = attention.attention_reference(*tensors, batch.table, batch.token_rows, batch.cols, scale, batch.base, batch.bits, **flags)
+        cases.append((batch, group, tensors, flags, want))
+    return cases
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("trees", [False, True])
+@pytest.mark.parametrize("page", [1, 16])
+def test_a_backend_equals_the_oracle(kernel_set, dtype, trees, page):
+    for batch, group, tensors, flags, want in oracle_cases(dtype, trees, page):
         for options in (None, split_everything(group)):
-            got = attend(attention, "torch", batch, q, k_cache, v_cache, options=options, **flags)
+            got = attend(attention, kernel_set, batch, *tensors, options=options, **flags)
             assert got.dtype == dtype
             torch.testing.assert_close(got.double(), want, rtol=0, atol=TOLERANCE[dtype])
 
@@ -164,7 +173,7 @@ def test_a_long_prefill_is_a_full_and_a_causal_part_and_builds_no_big_mask():
     assert (got.double() - want).abs().max() < 1e-5
 
 
-def test_a_run_that_one_row_computes_while_others_read_it():
+def test_a_run_that_one_row_computes_while_others_read_it(kernel_set):
     """The leader's chunk is the followers' prefix in the same step: its own tokens see it causally, theirs wholly."""
     for leader, follower in ((200, 3), (40, 1), (500, 30)):
         q_lens = [leader, follower, follower]
@@ -178,7 +187,7 @@ def test_a_run_that_one_row_computes_while_others_read_it():
         plan = attention.plan([0, 1, 2], q_lens, bounds, shared, item_cost=0, partial_cost=0)
         torch.manual_seed(0)
         q, (k_cache, v_cache) = torch.randn(sum(q_lens), 6, 16), torch.randn(2, leader + 161, 2, 16)
-        backend = attention.ATTENTION["torch"](6, 2, 16)
+        backend = attention.ATTENTION[kernel_set](6, 2, 16)
         got = backend.run(q, k_cache, v_cache, backend.prepare(plan, table, cols), 0.25)
         want = attention.attention_reference(q, k_cache, v_cache, table, np.repeat([0, 1, 2], q_lens), cols, 0.25)
         assert (got.double() - want).abs().max() < 1e-5
@@ -201,10 +210,10 @@ def test_sixteen_rows_that_share_a_prefix_gather_it_once():
     assert (got.double() - want).abs().max() < 1e-5
 
 
-def test_tokens_that_see_nothing_give_zero_and_no_nan():
+def test_tokens_that_see_nothing_give_zero_and_no_nan(kernel_set):
     table = torch.zeros(2, 8, dtype=torch.int32)
     q, caches = torch.randn(3, 2, 16), torch.full((2, 9, 1, 16), float("nan"))
-    backend = attention.ATTENTION["torch"](2, 1, 16)
+    backend = attention.ATTENTION[kernel_set](2, 1, 16)
     ctx = backend.prepare(attention.plan([0, 1], [2, 1], [8, 8]), table, torch.tensor([-1, -1, -1]))
     assert torch.equal(backend.run(q, *caches, ctx, 0.25), torch.zeros(3, 2, 16))
     ctx = backend.prepare(attention.plan([], [], []), table, torch.zeros(0, dtype=torch.int64))
@@ -212,9 +221,9 @@ def test_tokens_that_see_nothing_give_zero_and_no_nan():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("dim", [16, 48, 64, 80, 96, 128])
-def test_head_dims_that_are_no_power_of_two(dim, dtype, api_case):
-    """F055, the torch backend; the Triton backend: test_attention_triton."""
+@pytest.mark.parametrize("dim", [16, 48, 64, 80, 96, 128, 192, 256])
+def test_head_dims_that_are_no_power_of_two(kernel_set, dim, dtype, api_case):
+    """F055, the CPU backends; the Triton backend: test_attention_triton."""
     assert "80, 96, 192 fail to compile or read past the row" in api_case("F055")["fault"]
     torch.manual_seed(0)
     for length in (1, 15, 16, 17, 129, 1000):
@@ -226,7 +235,7 @@ def test_head_dims_that_are_no_power_of_two(dim, dtype, api_case):
             is_causal=True,
             enable_gqa=True,
         )
-        backend = attention.ATTENTION["torch"](9, 3, dim)
+        backend = attention.ATTENTION[kernel_set](9, 3, dim)
         for first in (0, length - 1):  # prefill of all, decode of the last
             plan = attention.plan([0], [length - first], [length])
             got = backend.run(q[first:], k_cache, v_cache, backend.prepare(plan, table, torch.arange(first, length)), dim**-0.5)
@@ -235,7 +244,7 @@ def test_head_dims_that_are_no_power_of_two(dim, dtype, api_case):
 
 @pytest.mark.parametrize("half", [0, 1])
 @pytest.mark.parametrize("dim", [64, 128])
-def test_both_halves_of_a_head_count(dim, half, api_case):
+def test_both_halves_of_a_head_count(kernel_set, dim, half, api_case):
     """F057."""
     assert api_case("F057")["snippet"].startswith("q,k,v zero in the first half")
     torch.manual_seed(0)
@@ -244,23 +253,52 @@ def test_both_halves_of_a_head_count(dim, half, api_case):
     for x in (q, k_cache, v_cache):
         x[..., half * dim // 2 : (half + 1) * dim // 2] = 0
     want = attention.attention_reference(q, k_cache, v_cache, batch.table, batch.token_rows, batch.cols, dim**-0.5)
-    got = attend(attention, "torch", batch, q, k_cache, v_cache)
+    got = attend(attention, kernel_set, batch, q, k_cache, v_cache)
     assert (got.double() - want).abs().max() <= 2e-2 and got.abs().max() > 0.1
 
 
-def test_a_row_computes_the_same_alone_and_in_company():
+def test_a_row_computes_the_same_alone_and_in_company(kernel_set):
     rng = np.random.default_rng(3)
     batch = ragged(rng, 6)
     q, k_cache, v_cache = batch.tensors(6, 2, 32, torch.float32)
-    together = attend(attention, "torch", batch, q, k_cache, v_cache)
+    together = attend(attention, kernel_set, batch, q, k_cache, v_cache)
     first = np.concatenate(([0], np.cumsum(batch.q_lens)))
-    backend = attention.ATTENTION["torch"](6, 2, 32)
+    backend = attention.ATTENTION[kernel_set](6, 2, 32)
     for b in range(6):
         part = slice(first[b], first[b + 1])
         ctx = backend.prepare(
             attention.plan([batch.rows[b]], [batch.q_lens[b]], [batch.bounds[b]]), batch.table, batch.cols[part]
         )
         torch.testing.assert_close(backend.run(q[part], k_cache, v_cache, ctx, 32**-0.5), together[part], rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_threads_make_no_difference(kernel_set, dtype):
+    batch = ragged(np.random.default_rng(5), 8, kv_max=600)
+    q, k_cache, v_cache = batch.tensors(9, 3, 64, dtype)
+    alone = attend(attention, kernel_set, batch, q, k_cache, v_cache)
+    torch.set_num_threads(2)
+    try:
+        many = attend(attention, kernel_set, batch, q, k_cache, v_cache)
+    finally:
+        torch.set_num_threads(1)
+    torch.testing.assert_close(many, alone, rtol=0, atol=TOLERANCE[dtype])
+
+
+def test_a_token_that_is_not_a_number_spoils_no_other_row(kernel_set):
+    """Row 0's own keys and values are NaN; row 1 shares a prefix with it, and must not notice."""
+    table = torch.zeros(2, 80, dtype=torch.int32)
+    table[:, :40] = torch.arange(1, 41)
+    table[0, 40:], table[1, 40:] = torch.arange(41, 81), torch.arange(81, 121)
+    torch.manual_seed(0)
+    q, caches = torch.randn(2, 6, 32), torch.randn(2, 121, 2, 32)
+    caches[:, 41:81] = float("nan")
+    backend = attention.ATTENTION[kernel_set](6, 2, 32)
+    plan = attention.plan([0, 1], [1, 1], [70, 70], [(0, 2, 0, 40)], item_cost=0, partial_cost=0)
+    got = backend.run(q, *caches, backend.prepare(plan, table, torch.tensor([69, 69])), 0.2)
+    assert got[0].isnan().all()
+    want = attention.attention_reference(q[1:], *caches, table, [1], torch.tensor([69]), 0.2)
+    torch.testing.assert_close(got[1:].double(), want, rtol=0, atol=1e-5)
 
 
 # ---- the seam ----

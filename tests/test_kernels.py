@@ -1,4 +1,4 @@
-"""The elementwise kernels: the torch twins against transformers' formulas, and their Triton form against the twins."""
+"""The elementwise kernels: each CPU set against transformers' formulas, and their Triton form against the twins."""
 
 import math
 
@@ -7,7 +7,7 @@ import torch
 from triton_interpreter import DEVICE
 from triton_interpreter import kernels as interpreted
 
-from nano_sgl import kernels
+from nano_sgl import kernels, native
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
@@ -32,17 +32,17 @@ def hf_rope(x, cos, sin):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_rms_norm_is_that_of_transformers(dtype):
+def test_rms_norm_is_that_of_transformers(kernel_set, dtype):
     torch.manual_seed(0)
     for tokens, size in ((1, 576), (16, 576), (3, 100), (0, 64)):
         x, weight = torch.randn(tokens, size).to(dtype), torch.randn(size).to(dtype)
         got = kernels.rms_norm(x, weight, 1e-5)
-        torch.testing.assert_close(got, hf_rms_norm(x, weight, 1e-5), rtol=torch.finfo(dtype).eps, atol=0)
+        torch.testing.assert_close(got, hf_rms_norm(x, weight, 1e-5), rtol=4 * torch.finfo(dtype).eps, atol=0)
         close(interpreted.rms_norm(x.to(DEVICE), weight.to(DEVICE), 1e-5, backend="triton"), got)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_head_norms_of_a_strided_view_with_a_weight_row_per_head(dtype):
+def test_head_norms_of_a_strided_view_with_a_weight_row_per_head(kernel_set, dtype):
     torch.manual_seed(0)
     qkv, weight = torch.randn(5, 9, 40).to(dtype), torch.randn(6, 40).to(dtype)
     view = qkv[:, 1:7]
@@ -52,7 +52,7 @@ def test_head_norms_of_a_strided_view_with_a_weight_row_per_head(dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_add_rms_norm(dtype):
+def test_add_rms_norm(kernel_set, dtype):
     torch.manual_seed(0)
     x, residual, weight = torch.randn(7, 96).to(dtype), torch.randn(7, 96).to(dtype), torch.randn(96).to(dtype)
     kept = x.clone(), residual.clone()
@@ -68,7 +68,7 @@ def test_add_rms_norm(dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("dim, rotary", [(16, 16), (64, 64), (80, 32), (24, 8)])
-def test_rope_on_a_strided_view_and_a_part_of_the_head(dtype, dim, rotary):
+def test_rope_on_a_strided_view_and_a_part_of_the_head(kernel_set, dtype, dim, rotary):
     torch.manual_seed(0)
     qkv = torch.randn(6, 7, dim).to(dtype)
     angle = torch.outer(torch.arange(50.0), 10000.0 ** -(torch.arange(rotary // 2) / (rotary // 2)))
@@ -87,11 +87,11 @@ def test_rope_on_a_strided_view_and_a_part_of_the_head(dtype, dim, rotary):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_store_kv_writes_its_slots_and_no_others(dtype):
+def test_store_kv_writes_its_slots_and_no_others(kernel_set, dtype):
     torch.manual_seed(0)
     qkv = torch.randn(5, 9, 24).to(dtype)
     slots = torch.tensor([29, 3, 7, 1, 12])
-    for module, device, backend in ((kernels, "cpu", None), (interpreted, DEVICE, "triton")):
+    for module, device, backend in ((kernels, "cpu", kernel_set), (interpreted, DEVICE, "triton")):
         caches = torch.randn(2, 30, 3, 24, device=device).to(dtype)
         want = caches.clone()
         for i in range(5):
@@ -102,7 +102,7 @@ def test_store_kv_writes_its_slots_and_no_others(dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_silu_mul(dtype):
+def test_silu_mul(kernel_set, dtype):
     torch.manual_seed(0)
     for tokens, size in ((4, 30), (1, 1536), (0, 8)):
         gate_up = torch.randn(tokens, 2 * size).to(dtype)
@@ -116,6 +116,12 @@ def test_silu_mul(dtype):
 def test_a_backend_that_cannot_run_is_refused(monkeypatch):
     with pytest.raises(ValueError, match="backend 'cuda' is not known"):
         kernels.silu_mul(torch.zeros(1, 4), backend="cuda")
+    native.use("off")
+    try:
+        with pytest.raises(native.BuildError, match="switched off"):
+            kernels.silu_mul(torch.zeros(1, 4), backend="cpp")
+    finally:
+        native.use("native")
     monkeypatch.setattr(kernels, "triton", None)
     with pytest.raises(ImportError, match="triton is not installed"):
         kernels.silu_mul(torch.zeros(1, 4), backend="triton")

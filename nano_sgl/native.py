@@ -1,0 +1,164 @@
+"""The C++ kernels: found, compiled, loaded. One shared library per source, compiler and CPU, built at first use.
+
+    kernels.cpp --compiler, for this CPU--> <cache>/kernels/<hash>.so --ctypes--> library().nano_attention, .nano_rms_norm, ...
+
+Names: a *build* is (source, compiler's version, flags, this CPU's features), and its hash is the file's name, so a changed source
+or another machine that shares the cache never meets a stale file. `march` is the instruction set to compile for: "native", or a
+name the compiler knows.
+
+Invariant: a file appears under its final name only when it is whole (written aside, then renamed), so any number of processes may
+build at once, and the source tree may be read-only. Where there is no compiler, or it fails, `library` says why once and returns
+None; callers then use their torch twins, which compute the same.
+
+Cost: one compilation of a few seconds per machine; a call costs 2-4 microseconds, most of it fetching pointers. It releases the
+interpreter lock while it runs. The library is linked without an OpenMP runtime: its symbols are found in the one that torch has
+loaded, so both use one set of threads. Two sets would compete for the cores at every step. Where that runtime speaks another
+dialect (LLVM's on macOS), the library brings its own.
+
+After: the way numba and Triton cache what they compile; ctypes instead of a torch extension, which takes ten times as long to
+build and needs headers.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import torch
+
+log = logging.getLogger("nano_sgl")
+SOURCE = Path(__file__).with_name("kernels.cpp")
+FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi")
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+choice = "native"  # what `use` chose: an instruction set, or "off"
+
+_P, _I, _C, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
+
+
+class Attention(ctypes.Structure):
+    """The arguments of nano_attention; the order is that of kernels.cpp's struct."""
+
+    _fields_ = [*((name, _P) for name in ("q", "k_cache", "v_cache", "out", "part", "part_lse", "items", "segment", "seg_first", "shifts",
+                                          "table", "cols", "base", "bits", "sinks")),
+                *((name, _I) for name in ("q_stride", "q_head_stride", "slot_stride", "table_stride", "num_items", "tokens")),
+                *((name, _C) for name in ("heads", "kv_heads", "dim", "window", "merges", "threads")), ("scale", _F), ("softcap", _F)]
+
+
+FUNCTIONS = {
+    "nano_setup": [],
+    "nano_attention": [ctypes.POINTER(Attention), _C],
+    "nano_rms_norm": [_P] * 5 + [_I] * 6 + [_F, _C, _C],
+    "nano_rope": [_P] * 2 + [_I] * 5 + [_C, _C],
+    "nano_store_kv": [_P] * 5 + [_I] * 8 + [_C],
+    "nano_silu_mul": [_P] * 2 + [_I] * 3 + [_C, _C],
+}
+
+
+class BuildError(RuntimeError):
+    """Why there is no library here."""
+
+
+def use(march: str) -> None:
+    """Which library this process uses from now on: "native", an instruction set ("x86-64-v3"), or "off" for the torch twins."""
+    global choice
+    choice = march
+
+
+def library() -> ctypes.CDLL | None:
+    """The library chosen by `use`, with argument types set and `.features`; None where there is none."""
+    return None if choice == "off" else _library(choice)
+
+
+@functools.cache
+def _library(march: str) -> ctypes.CDLL | None:
+    try:
+        return build(march)
+    except (BuildError, OSError, subprocess.SubprocessError) as error:
+        log.warning("the C++ kernels are not used, torch's operations stand in for them (several times slower): %s", error)
+        return None
+
+
+def build(march: str = "native") -> ctypes.CDLL:
+    """Compile kernels.cpp unless the cache has it, and load it. BuildError, OSError or SubprocessError where that fails."""
+    compiler = os.environ.get("CXX") or next(filter(shutil.which, ("g++", "c++", "clang++")), None)
+    if compiler is None:
+        raise BuildError("no C++ compiler was found (g++, c++ or clang++; on Debian and Ubuntu: apt install g++)")
+    error: Exception | None = None
+    for runtime in ((), ("-fopenmp",)):  # OpenMP: torch's, else one of our own
+        try:
+            return _load(_built(compiler, march, runtime))
+        except OSError as unresolved:
+            error = unresolved
+    raise BuildError(f"what {compiler} made cannot be loaded: {error}")
+
+
+def _built(compiler: str, march: str, runtime: tuple[str, ...]) -> Path:
+    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
+    flags = [*FLAGS, f"-march={march}"]
+    key = [SOURCE.read_text(), compiler, version, _cpu(), *flags, *runtime]
+    file = _cache() / f"{hashlib.sha256(chr(0).join(key).encode()).hexdigest()[:24]}.so"
+    if not file.exists():
+        with tempfile.TemporaryDirectory(dir=file.parent) as scratch:
+            part, made = Path(scratch, "kernels.o"), Path(scratch, "kernels.so")
+            for command in ([*flags, "-fopenmp", "-c", str(SOURCE), "-o", str(part)], ["-shared", *runtime, str(part), "-o", str(made)]):
+                done = subprocess.run([compiler, *command], capture_output=True, text=True, errors="replace", timeout=300)
+                if done.returncode:
+                    raise BuildError(f"{compiler} failed: {(done.stderr.strip() or 'it says nothing').splitlines()[0]}")
+            os.replace(made, file)
+    return file
+
+
+def _load(file: Path) -> ctypes.CDLL:
+    loaded = ctypes.CDLL(str(file), mode=os.RTLD_NOW)
+    for name, types in FUNCTIONS.items():
+        getattr(loaded, name).argtypes = types
+        getattr(loaded, name).restype = None
+    loaded.nano_setup.restype = ctypes.c_int
+    can = loaded.nano_setup()
+    loaded.features = tuple(name for bit, name in enumerate(("bf16 dot products", "AMX", "float16")) if can >> bit & 1)
+    return loaded
+
+
+def _cpu() -> str:
+    """What tells apart machines for which "native" means something else."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return "\n".join(dict.fromkeys(line for line in lines if line.startswith(("model name", "flags", "Features", "CPU part"))))
+    except OSError:
+        return platform.processor() + platform.machine()
+
+
+def _cache() -> Path:
+    """A directory for built libraries: the user's, or one of this process where that cannot be written."""
+    folder = Path(os.environ.get("NANO_SGL_CACHE") or Path.home() / ".cache" / "nano_sgl") / "kernels"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if os.access(folder, os.W_OK):
+            return folder
+    except OSError:
+        pass
+    return _own_folder()
+
+
+@functools.cache
+def _own_folder() -> Path:
+    return Path(tempfile.mkdtemp(prefix="nano_sgl-kernels-"))
+
+
+def takes(x: torch.Tensor) -> bool:
+    """Whether the library computes on x."""
+    return x.device.type == "cpu" and x.dtype in DTYPES and (x.dtype != torch.float16 or "float16" in library().features)
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    for march in ("native", "x86-64-v4", "x86-64-v3"):
+        print(f"{march}: {getattr(_library(march), 'features', 'no library')}")
