@@ -199,7 +199,21 @@ void row_panel(const float* a, int64_t a_stride, const float* b, int64_t b_strid
 #if defined(__AMX_BF16__)
 bool amx = false;  // whether the system lets this process use the tiles
 
-struct alignas(64) Tiles { uint8_t palette = 1, start_row = 0, reserved[14] = {}; uint16_t bytes[16] = {}; uint8_t rows[16] = {}; };
+struct TileScope {  // eight tiles of 16 rows of 64 bytes; afterwards what others (oneDNN) had set up in this thread
+    struct alignas(64) Config { uint8_t palette, start_row, reserved[14]; uint16_t bytes[16]; uint8_t rows[16]; } before, mine = {};
+    const bool on;
+    explicit TileScope(bool wanted) : on(amx && wanted) {
+        if (!on) return;
+        _tile_storeconfig(&before);
+        mine.palette = 1;
+        for (int i = 0; i < 8; i++) mine.bytes[i] = 64, mine.rows[i] = 16;
+        _tile_loadconfig(&mine);
+    }
+    ~TileScope() {
+        if (!on) return;
+        if (before.palette) _tile_loadconfig(&before); else _tile_release();
+    }
+};
 
 // As micro, for 16 rows and N blocks of 16 columns: a [16, 32 * depth] bf16, b [16 * depth, ..] pairs.
 template <int N, bool ADD>
@@ -231,6 +245,8 @@ void tile_product(const float* a, int64_t a_stride, const float* b, int64_t b_st
             tile_micro<1, ADD>(a + i * a_stride, a_stride, b + j, b_stride, c + i * c_stride + j, c_stride, depth / 16);
     }
 }
+#else
+struct TileScope { explicit TileScope(bool) {} };
 #endif
 
 // c [rows, width] (+)= a [rows, depth] b [depth, width]. Room for rows up to the next multiple of 16; width a multiple of VL.
@@ -435,21 +451,11 @@ template <class T> void run_attention(const Attention& a) {
 #pragma omp parallel num_threads(a.threads) if (a.threads > 1)
     {
         static thread_local Scratch scratch;
-#if defined(__AMX_BF16__)
-        Tiles before, mine;  // others (oneDNN) may rely on what they have set up in this thread
-        if (amx && PAIRED<T>) {
-            _tile_storeconfig(&before);
-            for (int i = 0; i < 8; i++) mine.bytes[i] = 64, mine.rows[i] = 16;
-            _tile_loadconfig(&mine);
-        }
-#endif
+        {
+            const TileScope tiles(PAIRED<T>);
 #pragma omp for schedule(dynamic)
-        for (int64_t i = 0; i < a.num_items * a.kv_heads; i++) attend<T>(a, a.items + i / a.kv_heads * 6, i % a.kv_heads, scratch);
-#if defined(__AMX_BF16__)
-        if (amx && PAIRED<T>) {
-            if (before.palette) _tile_loadconfig(&before); else _tile_release();
+            for (int64_t i = 0; i < a.num_items * a.kv_heads; i++) attend<T>(a, a.items + i / a.kv_heads * 6, i % a.kv_heads, scratch);
         }
-#endif
         if (a.merges)
 #pragma omp for
             for (int64_t i = 0; i < a.tokens * a.heads; i++) merge<T>(a, i / a.heads, i % a.heads);
@@ -505,6 +511,126 @@ template <class T> void silu_mul(const T* gate_up, T* out, int64_t tokens, int64
         }
 }
 
+// out [tokens, N] = x [tokens, size] w^T + bias, for so few tokens that reading w is what it costs: every row once, fetched ahead
+constexpr int OUTPUTS = 32, FEW = 4, MOST = 32;  // outputs of a block; tokens: with vectors, with tiles
+
+template <class T, int M>
+void linear_block(const T* x, const T* w, float* sums, int outputs, int64_t size, int64_t x_stride) {
+    constexpr int ROWS = 4;
+    for (int n = 0; n < outputs; n += ROWS) {
+        const T* row[ROWS];
+        for (int r = 0; r < ROWS; r++) row[r] = w + std::min(n + r, outputs - 1) * size;
+        vec acc[ROWS][M] = {};
+        int64_t d = 0;
+#if defined(__AVX512BF16__)
+        if constexpr (PAIRED<T>)
+            for (; d + 2 * VL <= size; d += 2 * VL) {
+                __m512bh right[M];
+                for (int m = 0; m < M; m++) memcpy(&right[m], x + m * x_stride + d, 64);
+                for (int r = 0; r < ROWS; r++) {
+                    __m512bh left; memcpy(&left, row[r] + d, 64);
+                    __builtin_prefetch(row[r] + d + ROWS * size);
+                    for (int m = 0; m < M; m++) acc[r][m] = (vec)_mm512_dpbf16_ps((__m512)acc[r][m], left, right[m]);
+                }
+            }
+#endif
+        for (; d < size; d += VL) {
+            vec right[M];
+            for (int m = 0; m < M; m++) right[m] = load(x + m * x_stride + d, size - d);
+            for (int r = 0; r < ROWS; r++) {
+                const vec left = load(row[r] + d, size - d);
+                for (int m = 0; m < M; m++) acc[r][m] += left * right[m];
+            }
+        }
+        for (int r = 0; r < ROWS; r++)
+            for (int m = 0; m < M; m++) sums[m * OUTPUTS + n + r] = sum(acc[r][m]);
+    }
+}
+
+#if defined(__AMX_BF16__)
+// As linear_block on tiles: sums [MOST, OUTPUTS]; x in pairs, [size / 2, 16] for each 16 tokens.
+template <int TOKEN_TILES> void linear_tiles(const float* pairs, const bf16* w, float* sums, int64_t size) {
+    alignas(64) float by_output[OUTPUTS][16 * TOKEN_TILES];
+    constexpr int64_t stride = 64 * TOKEN_TILES;
+    constexpr bool two = TOKEN_TILES == 2;
+    _tile_zero(0);
+    _tile_zero(1);
+    if constexpr (two) { _tile_zero(2); _tile_zero(3); }
+    for (int64_t d = 0; d < size; d += 32) {
+        _tile_loadd(4, w + d, size * 2);
+        _tile_loadd(5, w + 16 * size + d, size * 2);
+        for (int r = 0; r < OUTPUTS; r++) __builtin_prefetch(w + (OUTPUTS + r) * size + d);
+        _tile_loadd(6, pairs + d * 8, 64);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(1, 5, 6);
+        if constexpr (two) {
+            _tile_loadd(7, pairs + (size + d) * 8, 64);
+            _tile_dpbf16ps(2, 4, 7);
+            _tile_dpbf16ps(3, 5, 7);
+        }
+    }
+    _tile_stored(0, by_output[0], stride);
+    _tile_stored(1, by_output[16], stride);
+    if constexpr (two) { _tile_stored(2, by_output[0] + 16, stride); _tile_stored(3, by_output[16] + 16, stride); }
+    for (int n = 0; n < OUTPUTS; n += VL)
+        for (int t = 0; t < 16 * TOKEN_TILES; t += VL) {
+            vec r[VL];
+            for (int i = 0; i < VL; i++) r[i] = load(by_output[n + i] + t);
+            transpose<VL / 2>(r);
+            for (int i = 0; i < VL; i++) store(sums + (t + i) * OUTPUTS + n, r[i]);
+        }
+}
+
+void pack_tokens(const bf16* x, int64_t tokens, int64_t size, int64_t x_stride, float* pairs) {
+    for (int64_t t = 0; t < up(tokens, 16); t += VL)
+        for (int64_t d = 0; d < size; d += 2 * VL) {
+            vec r[VL];
+            for (int i = 0; i < VL; i++) r[i] = t + i < tokens ? load((const float*)(x + (t + i) * x_stride + d)) : vec{};
+            transpose<VL / 2>(r);
+            for (int i = 0; i < VL; i++) store(pairs + t / 16 * size * 8 + (d / 2 + i) * 16 + t % 16, r[i]);
+        }
+}
+#endif
+
+template <class T>
+void linear(const T* x, const T* w, const T* bias, T* out, int64_t tokens, int64_t outputs, int64_t size, int64_t x_stride, int threads) {
+    static thread_local std::vector<float> packed;  // the caller's, read by all
+    bool on_tiles = false;
+    [[maybe_unused]] const float* pairs = nullptr;
+#if defined(__AMX_BF16__)
+    on_tiles = PAIRED<T> && amx && tokens > 1 && size % 32 == 0;
+    if (on_tiles) {
+        pairs = Scratch::room(packed, up(tokens, 16) * size / 2);
+        if constexpr (PAIRED<T>) pack_tokens(x, tokens, size, x_stride, packed.data());
+    }
+#endif
+#pragma omp parallel num_threads(threads) if (threads > 1 && outputs * size > ALONE)
+    {
+        const TileScope tiles(on_tiles);
+        float sums[MOST * OUTPUTS];
+#pragma omp for schedule(static)
+        for (int64_t n = 0; n < outputs; n += OUTPUTS) {
+            const int some = std::min<int64_t>(OUTPUTS, outputs - n);
+            const T* rows = w + n * size;
+            for (int64_t t = 0; t < tokens; t += on_tiles ? tokens : FEW) {
+                const int count = std::min<int64_t>(tokens - t, on_tiles ? MOST : FEW);
+#if defined(__AMX_BF16__)
+                if constexpr (PAIRED<T>)
+                    if (on_tiles && some == OUTPUTS) tokens > 16 ? linear_tiles<2>(pairs, rows, sums, size) : linear_tiles<1>(pairs, rows, sums, size);
+#endif
+                if (!on_tiles || some < OUTPUTS)
+                    for (int m = 0; m < count; m += FEW) {
+                        auto run = count - m == 1 ? linear_block<T, 1> : count - m == 2 ? linear_block<T, 2> : count - m == 3 ? linear_block<T, 3> : linear_block<T, 4>;
+                        run(x + (t + m) * x_stride, rows, sums + m * OUTPUTS, some, size, x_stride);
+                    }
+                for (int m = 0; m < count; m++)
+                    for (int i = 0; i < some; i += VL)
+                        store(out + (t + m) * outputs + n + i, load(sums + m * OUTPUTS + i) + (bias ? load(bias + n + i, some - i) : vec{}), some - i);
+            }
+        }
+    }
+}
+
 }  // namespace
 
 // ---- what Python calls: dtype 0 is float32, 1 bfloat16, 2 float16 -----------------------------------------------------------
@@ -554,6 +680,11 @@ void nano_store_kv(const char* k, const char* v, char* k_cache, char* v_cache, c
             memcpy(k_cache + slots[t] * slot_stride + h * head_bytes, k + t * k_stride + h * k_head_stride, head_bytes);
             memcpy(v_cache + slots[t] * slot_stride + h * head_bytes, v + t * v_stride + h * v_head_stride, head_bytes);
         }
+}
+
+void nano_linear(const void* x, const void* w, const void* bias, void* out, int64_t tokens, int64_t outputs, int64_t size, int64_t x_stride,
+                 int threads, int dtype) {  // 1 to 4 tokens
+    BY_TYPE(dtype, linear((const T*)x, (const T*)w, (const T*)bias, (T*)out, tokens, outputs, size, x_stride, threads))
 }
 
 void nano_silu_mul(const void* gate_up, void* out, int64_t tokens, int64_t size, int64_t stride, int threads, int dtype) {

@@ -136,6 +136,13 @@ def silu_mul(gate_up: torch.Tensor, backend: str | None = None) -> torch.Tensor:
     return F.silu(gate).mul_(up)
 
 
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, backend: str | None = None) -> torch.Tensor:
+    """x [T, K] times weight [N, K] transposed, plus bias [N]: [T, N]. Torch's product, except for few tokens of bfloat16 on a CPU."""
+    if x.dtype == torch.bfloat16 and route(x, backend) == "cpp" and 0 < len(x) <= native.library().few and weight.is_contiguous():
+        return _call_linear(x, weight, bias)
+    return F.linear(x, weight, bias)
+
+
 # ---- C++ ----------------------------------------------------------------------------------------------------------------------
 
 
@@ -163,6 +170,13 @@ def _call_store_kv(k, v, k_cache, v_cache, slots):
     native.library().nano_store_kv(
         k.data_ptr(), v.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), slots.data_ptr(), len(k), k.shape[1], k.stride(0) * size,
         k.stride(1) * size, v.stride(0) * size, v.stride(1) * size, k_cache.stride(0) * size, k.shape[2] * size, torch.get_num_threads())
+
+
+def _call_linear(x, weight, bias):
+    out = torch.empty((len(x), len(weight)), dtype=x.dtype)
+    native.library().nano_linear(x.data_ptr(), weight.data_ptr(), None if bias is None else bias.data_ptr(), out.data_ptr(), len(x),
+                                 len(weight), x.shape[1], x.stride(0), torch.get_num_threads(), native.DTYPES[x.dtype])
+    return out
 
 
 def _call_silu_mul(gate_up):

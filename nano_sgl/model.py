@@ -218,13 +218,13 @@ class Model:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[N, E] -> [N, V] float32."""
-        return F.linear(hidden, self.head).float()
+        return kernels.linear(hidden, self.head).float()
 
     def attention(self, layer: Layer, h: torch.Tensor, turn: torch.Tensor, batch: ForwardBatch, k_cache: torch.Tensor,
                   v_cache: torch.Tensor) -> torch.Tensor:
         """[T, E] -> [T, E]. The new keys are stored first, so a token finds its own and its neighbours' in the cache."""
         heads, kv_heads = self.config.num_heads, self.config.num_kv_heads
-        qkv = F.linear(h, layer.qkv, layer.qkv_bias).view(len(h), heads + 2 * kv_heads, -1)  # [T, H + 2G, D]
+        qkv = kernels.linear(h, layer.qkv, layer.qkv_bias).view(len(h), heads + 2 * kv_heads, -1)  # [T, H + 2G, D]
         qk, v = qkv[:, :heads + kv_heads], qkv[:, heads + kv_heads:]
         if layer.qk_norm is not None:
             qk = kernels.rms_norm(qk, layer.qk_norm, self.config.rms_norm_eps)
@@ -232,11 +232,11 @@ class Model:
         kernels.store_kv(qk[:, heads:], v, k_cache, v_cache, batch.slots)
         backend, plan = batch.attention
         out = backend.run(qk[:, :heads], k_cache, v_cache, plan, self.scale, window=layer.window)  # [T, H, D]
-        return F.linear(out.reshape(len(h), -1), layer.o, layer.o_bias)
+        return kernels.linear(out.reshape(len(h), -1), layer.o, layer.o_bias)
 
     def mlp(self, layer: Layer, h: torch.Tensor) -> torch.Tensor:
         """[T, E] -> [T, E]."""
-        return F.linear(kernels.silu_mul(F.linear(h, layer.gate_up, layer.gate_up_bias)), layer.down, layer.down_bias)
+        return kernels.linear(kernels.silu_mul(kernels.linear(h, layer.gate_up, layer.gate_up_bias)), layer.down, layer.down_bias)
 
     # ---- parameters
 

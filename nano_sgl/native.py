@@ -58,6 +58,7 @@ FUNCTIONS = {
     "nano_rms_norm": [_P] * 5 + [_I] * 6 + [_F, _C, _C],
     "nano_rope": [_P] * 2 + [_I] * 5 + [_C, _C],
     "nano_store_kv": [_P] * 5 + [_I] * 8 + [_C],
+    "nano_linear": [_P] * 4 + [_I] * 4 + [_C, _C],
     "nano_silu_mul": [_P] * 2 + [_I] * 3 + [_C, _C],
 }
 
@@ -73,7 +74,7 @@ def use(march: str) -> None:
 
 
 def library() -> ctypes.CDLL | None:
-    """The library chosen by `use`, with argument types set and `.features`; None where there is none."""
+    """The library chosen by `use`, with argument types set, `.features` and `.few`; None where there is none."""
     return None if choice == "off" else _library(choice)
 
 
@@ -111,7 +112,8 @@ def _built(compiler: str, march: str, runtime: tuple[str, ...]) -> Path:
             for command in ([*flags, "-fopenmp", "-c", str(SOURCE), "-o", str(part)], ["-shared", *runtime, str(part), "-o", str(made)]):
                 done = subprocess.run([compiler, *command], capture_output=True, text=True, errors="replace", timeout=300)
                 if done.returncode:
-                    raise BuildError(f"{compiler} failed: {(done.stderr.strip() or 'it says nothing').splitlines()[0]}")
+                    said = done.stderr.strip().splitlines() or ["it says nothing"]
+                    raise BuildError(f"{compiler} failed: {next((line for line in said if 'error' in line), said[0])}")
             os.replace(made, file)
     return file
 
@@ -124,6 +126,7 @@ def _load(file: Path) -> ctypes.CDLL:
     loaded.nano_setup.restype = ctypes.c_int
     can = loaded.nano_setup()
     loaded.features = tuple(name for bit, name in enumerate(("bf16 dot products", "AMX", "float16")) if can >> bit & 1)
+    loaded.few = 32 if "AMX" in loaded.features else 4  # tokens up to which nano_linear beats a general product
     return loaded
 
 

@@ -113,6 +113,19 @@ def test_silu_mul(kernel_set, dtype):
         close(interpreted.silu_mul(gate_up.to(DEVICE), backend="triton"), got)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_linear_of_few_tokens(kernel_set, dtype):
+    torch.manual_seed(0)
+    shapes = [(1, 960, 576), (2, 33, 64), (3, 1, 40), (4, 100, 96), (7, 64, 32), (16, 50, 1536), (17, 96, 64), (32, 70, 128), (40, 9, 64), (0, 4, 32)]
+    for tokens, outputs, size in shapes:
+        x, weight, bias = torch.randn(tokens, size + 8).to(dtype)[:, :size], torch.randn(outputs, size).to(dtype), torch.randn(outputs).to(dtype)
+        for b in (None, bias):
+            want = torch.nn.functional.linear(x.double(), weight.double(), None if b is None else b.double())
+            got = kernels.linear(x, weight, b)
+            assert got.dtype == dtype
+            torch.testing.assert_close(got.double(), want, rtol=3 * torch.finfo(dtype).eps, atol=8 * size**0.5 * torch.finfo(dtype).eps)
+
+
 def test_a_backend_that_cannot_run_is_refused(monkeypatch):
     with pytest.raises(ValueError, match="backend 'cuda' is not known"):
         kernels.silu_mul(torch.zeros(1, 4), backend="cuda")
