@@ -59,6 +59,7 @@ FUNCTIONS = {
     "nano_rope": [_P] * 2 + [_I] * 5 + [_C, _C],
     "nano_store_kv": [_P] * 5 + [_I] * 8 + [_C],
     "nano_linear": [_P] * 4 + [_I] * 4 + [_C, _C],
+    "nano_draw": [_P] + [_I] * 2 + [_P] * 5 + [_F, _F, _P, _P, _C],
     "nano_silu_mul": [_P] * 2 + [_I] * 3 + [_C, _C],
 }
 

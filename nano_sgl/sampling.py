@@ -24,7 +24,7 @@ generator, Salmon et al. 2011), and a token is drawn by the Gumbel-max trick (Gu
 Invariant: a row's token is a function of its own logits, position, parameters and history. Logprobs are the model's: of the raw
 logits, before any edit. Rows whose edited logits hold NaN or +inf, or nothing but -inf, are `bad`: their token means nothing.
 Cost: a greedy row reads its logits once, a sampled one makes some 20 passes and two logarithms, top-p 90 more (it bisects; a
-sort costs eight times that). On a CPU the passes run block by block, in the cache.
+sort costs eight times that). On a CPU kernels.cpp draws a row in some six passes; without it they run block by block, in the cache.
 Where it stops: uniforms are equal bit for bit on every device, logarithms only to rounding; 31 bits of noise cannot tell apart
 chances below 2^-32; a GPU kernel that fuses the passes is left to whoever measures that it matters.
 """
@@ -40,6 +40,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from . import native
 from .protocol import GREEDY_TEMPERATURE, MAX_LOGPROBS, SamplingParams
 
 CPU_BLOCK = 2**18       # logits a block of rows has per CPU thread: a few buffers of 1 MiB stay in the cache
@@ -180,14 +181,29 @@ class SamplingState:
             apply_mask(logits, mask)
         tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)      # [N] int64
         best = torch.empty(len(logits), device=logits.device)                           # [N] fp32
+        in_one = logits.device.type == "cpu" and native.library() is not None
         for work, blocks in batch.groups:
             for block in blocks:
-                z = logits[block] if work.greedy else self._perturbed(logits, positions, batch, work, block)
-                best[block], tokens[block] = first_max(z)
+                if in_one and not work.greedy:
+                    best[block], tokens[block] = self._draw(logits, positions, batch, block)
+                else:
+                    z = logits[block] if work.greedy else self._perturbed(logits, positions, batch, work, block)
+                    best[block], tokens[block] = first_max(z)
         for block in batch.penalised:
             drawn = (batch.rows[block], tokens[block])
             self.counts.index_put_(drawn, self.counts.new_ones(()), accumulate=True)
         return Sampled(tokens, ~torch.isfinite(best), *_spread(raw, tokens, batch))
+
+    def _draw(self, logits: Tensor, positions: Tensor, batch: SamplingBatch, block: Index) -> tuple[Tensor, Tensor]:
+        """`_perturbed` and `first_max` of the rows `block`, in kernels.cpp: (greatest value, its token)."""
+        which = torch.arange(block.start, block.stop) if isinstance(block, slice) else block
+        request = batch.rows[which]
+        keys = _keys(self.seeds[request], positions[which])
+        best, tokens = torch.empty(len(which)), torch.empty_like(which)
+        native.library().nano_draw(logits.data_ptr(), self.vocab_size, len(which), which.data_ptr(), request.data_ptr(), self.values.data_ptr(),
+                                   keys.data_ptr(), self.words.data_ptr(), GAP_SLACK, MASS_SLACK, tokens.data_ptr(), best.data_ptr(),
+                                   torch.get_num_threads())
+        return best, tokens
 
     def _perturbed(self, logits: Tensor, positions: Tensor, batch: SamplingBatch, work: Work, block: Index) -> Tensor:
         """The rows `block` of the edited logits, divided by the temperature, filtered, with noise: [n, V] in scratch."""
@@ -367,7 +383,8 @@ def _least_gap(gaps: Tensor, weights: Tensor | None, target: Tensor, inside: Ten
     """The least gap g [n, 1] such that the weights (None: ones) of {gaps <= g} sum to at least target [n, 1]. inside: a buffer.
 
     Floats >= 0 are ordered as their bits are, so the answer is built bit by bit from the top: a bit is set iff what lies strictly
-    below the trial is not enough. (Past infinity a trial is NaN, nothing lies below it, and the limit NaN removes nothing.)
+    below the trial is not enough. Past infinity a trial is NaN and nothing lies below it: then all of them do not reach the target,
+    and the answer is infinity.
     """
     answer = torch.zeros(len(gaps), 1, dtype=torch.int32, device=gaps.device)
     for bit in range(30, -1, -1):
@@ -375,7 +392,7 @@ def _least_gap(gaps: Tensor, weights: Tensor | None, target: Tensor, inside: Ten
         torch.lt(gaps, trial.view(torch.float32), out=inside)           # 0.0 or 1.0: four times faster than a bool on a CPU
         mass = (inside if weights is None else inside.mul_(weights)).sum(-1, keepdim=True)
         answer = torch.where(mass < target, trial, answer)
-    return answer.view(torch.float32)
+    return answer.view(torch.float32).nan_to_num_(nan=math.inf, posinf=math.inf)
 
 
 # ---- edits ---------------------------------------------------------------------------------------------------------------------

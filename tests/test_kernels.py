@@ -123,7 +123,7 @@ def test_linear_of_few_tokens(kernel_set, dtype):
             want = torch.nn.functional.linear(x.double(), weight.double(), None if b is None else b.double())
             got = kernels.linear(x, weight, b)
             assert got.dtype == dtype
-            torch.testing.assert_close(got.double(), want, rtol=3 * torch.finfo(dtype).eps, atol=8 * size**0.5 * torch.finfo(dtype).eps)
+            torch.testing.assert_close(got.double(), want, rtol=3 * torch.finfo(dtype).eps, atol=25 * size**0.5 * torch.finfo(dtype).eps)
 
 
 def test_a_backend_that_cannot_run_is_refused(monkeypatch):

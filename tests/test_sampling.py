@@ -17,7 +17,7 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from nano_sgl import sampling
+from nano_sgl import native, sampling
 from nano_sgl.protocol import SamplingParams, derive_seed
 from nano_sgl.sampling import SamplingState, apply_mask, filter_, first_max, noise, prompt_logprobs, work_of
 
@@ -157,7 +157,7 @@ def test_gumbel_moments():
     assert abs(values.var() - math.pi**2 / 6) < 0.01
 
 
-def test_rare_tokens_are_drawn_as_often_as_they_should():
+def test_rare_tokens_are_drawn_as_often_as_they_should(kernel_set):
     """A token of probability 1e-4 among 1000: the far end of the noise must be fine-grained."""
     logits = torch.full((1000,), math.log(1e-4))
     logits[500] = math.log(1 - 999e-4)
@@ -169,7 +169,7 @@ def test_rare_tokens_are_drawn_as_often_as_they_should():
 
 # ---- distributions -------------------------------------------------------------------------------------------------------------
 
-def test_frequencies(api_case):
+def test_frequencies(kernel_set, api_case):
     """F071: every filter, and in one mixed batch each row its own."""
     assert api_case("F071")["snippet"].startswith("Sampler alone: logits = log([.4,.3,.2,.1])")
     logits = torch.tensor([0.4, 0.3, 0.2, 0.1]).log()
@@ -206,7 +206,7 @@ def test_greedy_takes_the_lowest_of_the_best(fields):
     assert found.tokens.tolist() == [77] * 20 and not found.bad.any()
 
 
-def test_tiny_temperature_is_not_greedy_but_close():
+def test_tiny_temperature_is_not_greedy_but_close(kernel_set):
     logits = torch.randn(5, 1000)
     found = run(logits, [(SamplingParams(temperature=2e-6), seed) for seed in range(5)])
     assert torch.equal(found.tokens, logits.argmax(-1))
@@ -286,7 +286,7 @@ def test_small_and_large_top_k_agree(monkeypatch):
             assert torch.equal(kept_by_us(logits, fields), by_list)
 
 
-def test_ties_stay_together():
+def test_ties_stay_together(kernel_set):
     """Tokens of equal logit are all kept or all removed, whatever their order."""
     logits = torch.tensor([[3.0, 2.0, 2.0, 2.0, 1.0, 1.0, 0.0]])
     assert kept_by_us(logits, {"top_k": 2}).tolist() == [[True] * 4 + [False] * 3]
@@ -297,7 +297,7 @@ def test_ties_stay_together():
     assert torch.equal(kept_by_us(logits[:, order], {"top_k": 3}), kept_by_us(logits, {"top_k": 3})[:, order])
 
 
-def test_exact_boundaries():
+def test_exact_boundaries(kernel_set):
     logits = torch.tensor([[0.4, 0.3, 0.2, 0.1]]).log()
     assert kept_by_us(logits, {"top_p": 0.4}).sum() == 1
     assert kept_by_us(logits, {"top_p": 0.7}).sum() == 2
@@ -309,7 +309,7 @@ def test_exact_boundaries():
     assert kept_by_us(logits, {"min_p": 1.0}).sum() == 1
 
 
-def test_filters_on_rows_with_masked_tokens():
+def test_filters_on_rows_with_masked_tokens(kernel_set):
     """-inf tokens (a grammar's) hold no mass and stay out, also when k exceeds what is left."""
     logits = torch.full((3, 500), -INF)
     logits[:, 5:8] = torch.tensor([1.0, 2.0, 3.0])
@@ -326,7 +326,15 @@ FIELDS = [{}, {"temperature": 0}, {"top_p": 0.9}, {"top_k": 20}, {"top_k": 200, 
           {"min_tokens": 20, "temperature": 0.7}, {"logprobs": 0, "top_k": 64, "top_p": 0.9}]
 
 
-def test_a_row_does_not_depend_on_its_neighbours():
+def test_a_top_k_beyond_the_allowed_tokens_leaves_the_other_filters_alone(kernel_set):
+    logits = torch.full((1, 1000), -INF)
+    logits[0, :200] = torch.linspace(4, 0, 200)
+    for fields in ({"top_p": 0.1}, {"min_p": 0.9}, {"top_p": 0.1, "min_p": 0.9}):
+        drawn = {k: [run(logits.clone(), [(SamplingParams(top_k=k, **fields), seed)]).tokens.item() for seed in range(40)] for k in (-1, 900)}
+        assert drawn[900] == drawn[-1] and max(drawn[900]) < 20
+
+
+def test_a_row_does_not_depend_on_its_neighbours(kernel_set):
     """F075: alone, permuted, in other rows, among others, in blocks of another size: the same token and the same logprob."""
     torch.manual_seed(1)
     n = 39
@@ -355,6 +363,27 @@ def test_a_row_does_not_depend_on_its_neighbours():
             assert torch.equal(part(index, rows=rows, state=state).tokens, whole.tokens[index])
 
 
+def test_every_kernel_set_draws_the_same_tokens(kernel_set):
+    """Against the torch twins, over all filters; a token may differ only where two perturbed logits are as good as equal."""
+    rng = np.random.default_rng(0)
+    for case in range(10):
+        vocab_size = int(rng.choice([5, 100, 1000, 5003]))
+        requests = [(SamplingParams(temperature=float(rng.choice([0.3, 1, 2])), top_p=float(rng.choice([1, 1, 0.9, 0.5, 1e-3, 0])),
+                                    top_k=int(rng.choice([-1, -1, 1, 5, 64, 65, 900])), min_p=float(rng.choice([0, 0, 0.05, 0.5]))), int(seed))
+                    for seed in rng.integers(2**63, size=12)]
+        logits = torch.from_numpy(rng.normal(size=(12, vocab_size)) * 3).float()
+        if case % 3 == 0:  # ties, and tokens that a mask forbids
+            logits = (logits * 4).round() / 4
+            logits[:, ::7] = -INF
+        found, chosen = run(logits.clone(), requests).tokens, native.choice
+        native.use("off")
+        want = run(logits.clone(), requests).tokens
+        native.use(chosen)
+        for i in (found != want).nonzero().flatten().tolist():
+            z = logits[i] / requests[i][0].temperature + noise(torch.tensor([requests[i][1]]), torch.tensor([1]), torch.arange(vocab_size))[0]
+            assert abs(z[found[i]] - z[want[i]]) < 1e-4
+
+
 def test_seeds_and_positions_matter():
     logits = torch.zeros(64, 500)
     same = run(logits, [(SamplingParams(), 5)] * 64)
@@ -366,7 +395,7 @@ def test_seeds_and_positions_matter():
     assert len(set(big.tokens.tolist())) == 2
 
 
-def test_sampling_is_the_argmax_of_logits_plus_noise():
+def test_sampling_is_the_argmax_of_logits_plus_noise(kernel_set):
     """What drafts rely on: whoever knows the seed can tell the token."""
     logits = torch.randn(8, 300)
     seeds, positions = torch.arange(8) + 11, torch.arange(8) * 3
@@ -374,7 +403,7 @@ def test_sampling_is_the_argmax_of_logits_plus_noise():
     assert torch.equal(found.tokens, (logits / 0.7 + noise(seeds, positions, torch.arange(300))).argmax(-1))
 
 
-def test_a_reused_row_forgets_its_predecessor():
+def test_a_reused_row_forgets_its_predecessor(kernel_set):
     state = SamplingState(2, 300, "cpu")
     logits = torch.randn(2, 300)
     heavy = SamplingParams(repetition_penalty=1.5, frequency_penalty=1.0, logit_bias={3: 100.0}, min_tokens=9, top_k=5,
@@ -508,7 +537,7 @@ def test_a_mask_wins_over_biases_and_not_over_logprobs():
     assert set(hundred.tokens.tolist()) == {3, 40, 69}
 
 
-def test_a_mask_without_any_token_is_bad():
+def test_a_mask_without_any_token_is_bad(kernel_set):
     found = run(torch.randn(2, 70), [(SamplingParams(), 1)] * 2, mask=torch.tensor([[0, 0, 0], [-1, -1, -1]], dtype=torch.int32))
     assert found.bad.tolist() == [True, False]
 
@@ -571,7 +600,7 @@ def test_prompt_logprobs(n, monkeypatch):
 @pytest.mark.parametrize("fields", [{}, {"temperature": 0}, {"top_k": 5}, {"top_k": 100}, {"top_p": 0.5}, {"min_p": 0.5},
                                     {"top_k": 5, "top_p": 0.5}, {"repetition_penalty": 1.5}, {"presence_penalty": 1.0},
                                     {"logit_bias": {3: 1.0}}, {"logprobs": 3}, {"min_tokens": 2}])
-def test_rows_that_are_not_finite_are_flagged(fields):
+def test_rows_that_are_not_finite_are_flagged(kernel_set, fields):
     """NaN, +inf, or nothing but -inf end their own request; the others sample as if alone."""
     torch.manual_seed(0)
     good = torch.randn(2, 256)
