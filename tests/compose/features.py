@@ -1,0 +1,154 @@
+"""The features whose every pair is tested. A new feature is one entry of FEATURES; rows, columns, proofs and the table follow.
+
+An entry says what the feature does to an engine and its requests, and how to prove, afterwards, that it really happened:
+
+    flags     what it sets of the engine's flags
+    asks      (kind, ids, answer) -> sampling parameters of a request. `kind` numbers the prompts of the workload, so that a feature can ask
+              something of some and nothing of others; `ids` is the prompt, `answer()` what the plain engine says to what the features
+              before this one in the list have asked for
+    fields    kind -> fields of the Request
+    during    (engine, step, random) before each step
+    proof     Run -> how often it happened. 0 fails the pair
+    counted   what that number counts
+    apart     names of features it does not work with, which are refused at start (the goal: none)
+
+Features that set the same flag to different values are no pair.
+"""
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from nano_sgl.attention import TorchAttention, register_attention
+
+
+@dataclass(frozen=True)
+class Feature:
+    name: str
+    code: str                       # its column in the table
+    proof: Callable
+    counted: str
+    flags: dict = field(default_factory=dict)
+    asks: Callable = lambda kind, ids, answer: {}
+    fields: Callable = lambda kind: {}
+    during: Callable = lambda engine, step, random: None
+    apart: tuple[str, ...] = ()
+
+
+@register_attention("torch-split")
+class SplitAttention(TorchAttention):
+    """The torch backend under a plan that a tiny workload never gets: whatever rows share is read once, and every run is cut."""
+
+    def __init__(self, heads: int, kv_heads: int, head_dim: int):
+        super().__init__(heads, kv_heads, head_dim)
+        self.plan_options = dict(group=self.group, tiles=(16, 64), programs=5, min_split=32, item_cost=0, partial_cost=0)
+        self.partials = 0
+
+    def prepare(self, plan, *rest):
+        self.partials += plan.partials
+        return super().prepare(plan, *rest)
+
+
+# ---- what features ask for -------------------------------------------------------------------------------------------------------
+
+def ask_penalties(kind, ids, answer):
+    choices = (dict(frequency_penalty=1.2, presence_penalty=0.5), dict(repetition_penalty=1.4), {},
+               dict(logit_bias={65: 4.0, 66: -100.0}, min_tokens=4, repetition_penalty=1.2))
+    return choices[kind % 4]
+
+
+def ask_prompt_logprobs(kind, ids, answer):
+    """From the start, from the middle, or not at all: a request that wants them from position p on may adopt up to p from the tree."""
+    return (dict(prompt_logprobs=2, logprob_start_len=len(ids) // 2), {}, dict(prompt_logprobs=0))[kind % 3]
+
+
+def ask_sampling(kind, ids, answer):
+    if kind % 4 == 3:
+        return {}
+    return dict(temperature=(0.8, 1.0, 1.5)[kind % 3], seed=100 + kind) | (dict(top_k=40), {}, dict(top_p=0.9), {}, {})[kind % 5]
+
+
+def ask_stop(kind, ids, answer):
+    """Two characters out of the middle of the text that there would be."""
+    text = answer().text
+    return {} if kind % 4 == 1 or len(text) < 4 else dict(stop=text[len(text) // 2:][:2])
+
+
+def abort_one(engine, step, random):
+    """Every third step somebody leaves: waiting, between chunks or in flight, whoever it is."""
+    if step % 3 == 2 and engine.streams:
+        assert engine.abort(random.choice(sorted(engine.streams)))
+
+
+def expect_little(engine, step, random):
+    engine.scheduler.ratio = 0.0  # so admission goes on believing that every output is about to end
+
+
+# ---- what proves them ------------------------------------------------------------------------------------------------------------
+
+def started_before_others(run):
+    """Pairs in which a request started before one that had come earlier and has a lower priority."""
+    order = list(dict.fromkeys(req for batch in run.batches for req in batch.started))
+    return sum(a.arrival > b.arrival and a.request.priority > b.request.priority for i, a in enumerate(order) for b in order[i + 1:])
+
+
+def hits_in_namespaces(run):
+    """Tokens found within a namespace. The first request of each has found nothing, whatever is cached in the others."""
+    first, hits = {}, 0
+    for req in dict.fromkeys(req for batch in run.batches for req in batch.started):
+        assert first.setdefault(req.request.namespace, req) is not req or not req.cached_tokens, "a prefix matched across namespaces"
+        hits += req.cached_tokens if req.request.namespace else 0
+    return hits if run.cached else len(first) - 1
+
+
+FEATURES = [
+    Feature("radix cache", "rc", proof=lambda run: run.counted("cached_tokens"), counted="prompt tokens found in the tree"),
+    Feature("page 1", "p1", flags=dict(page_size=1), counted="prompts cached to a length that is no multiple of 16",
+            proof=lambda run: sum(a.cached % 16 > 0 for a in run.answers.values()) if run.cached else len(run.batches)),
+    Feature("page 16", "p16", flags=dict(page_size=16), counted="prompts cached in whole pages of 16",
+            proof=lambda run: sum(a.cached > 0 == a.cached % 16 for a in run.answers.values()) if run.cached else len(run.batches)),
+    Feature("chunked prefill", "ch", flags=dict(chunked_prefill_size=24), counted="chunks that did not reach the end of their prompt",
+            proof=lambda run: sum(int((~batch.complete).sum()) for batch in run.batches)),
+    Feature("overlap", "ov", flags=dict(overlap_schedule="on"), counted="steps launched while another was in flight",
+            proof=lambda run: run.overlapped),
+    Feature("retraction", "re", flags=dict(max_total_tokens=148), during=expect_little, counted="retractions",
+            proof=lambda run: run.counted("retractions")),
+    Feature("penalties and bias", "pe", asks=ask_penalties, counted="answers that differ from those without",
+            proof=lambda run: run.changed_by(frequency_penalty=0.0, presence_penalty=0.0, repetition_penalty=1.0, logit_bias=None)),
+    Feature("logprobs", "lp", asks=lambda kind, ids, answer: ({}, dict(logprobs=2), dict(logprobs=0))[(kind + 1) % 3],
+            counted="logprobs of sampled tokens compared", proof=lambda run: sum(len(a.logprobs) for a in run.answers.values())),
+    Feature("prompt logprobs", "pl", asks=ask_prompt_logprobs, counted="logprobs of prompt tokens compared",
+            proof=lambda run: sum(len(a.prompt_logprobs or ()) for a in run.answers.values() if a.cached or not run.cached)),
+    Feature("seeded sampling", "se", asks=ask_sampling, counted="answers that differ from the greedy ones",
+            proof=lambda run: run.changed_by(temperature=0.0)),
+    Feature("n", "n", asks=lambda kind, ids, answer: dict(n=3) if kind % 4 == 0 else {}, counted="samples beyond the first",
+            proof=lambda run: sum(r.index > 0 for r in run.requests.values())),
+    Feature("namespaces", "ns", fields=lambda kind: dict(namespace=("", "red", "blue")[kind % 3]), proof=hits_in_namespaces,
+            counted="prompt tokens found within a namespace that is not the default"),
+    Feature("priorities", "pr", flags=dict(schedule_policy="priority", max_running_requests=4), fields=lambda kind: dict(priority=kind % 3),
+            counted="times a request overtook another of lower priority", proof=started_before_others),
+    Feature("bfloat16", "bf", flags=dict(dtype="bfloat16"), counted="steps of a model in bfloat16",
+            proof=lambda run: len(run.batches) * (str(run.engine.model.dtype) == "torch.bfloat16")),
+    Feature("another attention plan", "at", flags=dict(attention_backend="torch-split"), proof=lambda run: run.engine.attention.partials,
+            counted="partial results merged: shared runs, split runs"),
+    Feature("abort", "ab", during=abort_one, counted="requests aborted", proof=lambda run: sum(a.reason == "abort" for a in run.answers.values())),
+    Feature("stop strings", "st", asks=ask_stop, counted="answers that a stop string ended",  # the last that asks: it needs the final text
+            proof=lambda run: sum(a.reason == "stop" for a in run.answers.values())),
+]
+
+
+def same_flag(a: Feature, b: Feature) -> bool:
+    """Whether two features are values of one flag, and so no pair."""
+    return any(a.flags[name] != b.flags[name] for name in a.flags.keys() & b.flags.keys())
+
+
+def apart(*cell: Feature) -> bool:
+    """Whether an engine with these features is refused at start."""
+    return any(f.name in other.apart for f in cell for other in cell)
+
+
+def cell_name(cell) -> str:
+    return "-".join(f.code for f in cell)
+
+
+CELLS = [(f,) for f in FEATURES] + [cell for cell in itertools.combinations(FEATURES, 2) if not same_flag(*cell)]

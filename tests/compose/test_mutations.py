@@ -1,0 +1,36 @@
+"""The check of the pairs has to fail on wrong engines: tiny random checkpoints could hide wrong KV, and these tests prove that ours does not."""
+
+from functools import partial
+
+import pytest
+
+import mutations
+from features import CELLS, FEATURES, apart, cell_name
+from pairs import compare, drive, workload
+
+NTH = 6  # repoints tried: some a request survives (it is retracted, it is aborted, its neighbour's row leads attention to the run they share)
+
+
+def caught(lab, cell, mutate) -> bool:
+    """Whether the comparison reports a difference for a mutated engine. The mutation must strike, else there is nothing to catch."""
+    plain, engine = lab.plain_for(cell), lab.engine(cell, cached=True, fresh=True)
+    each_step, struck = mutate(engine)
+    run = drive(engine, workload(cell, plain), cell, plain, audit=False, each_step=each_step)
+    return bool(struck and compare(run, plain).differences)
+
+
+@pytest.mark.parametrize("cell", [cell for cell in CELLS if len(cell) == 2 and not apart(*cell)], ids=cell_name)
+def test_a_pair_sees_a_zeroed_slot_and_a_skipped_repoint(lab, cell):
+    assert caught(lab, cell, mutations.zero_a_slot)
+    assert any(caught(lab, cell, partial(mutations.skip_a_repoint, nth=n)) for n in range(NTH))
+    lab.mutants += 2
+
+
+OTHERS = {mutations.shorten_a_row: (), mutations.keep_an_overrun_token: ("overlap", "stop strings"),
+          mutations.noise_by_row: ("seeded sampling",), mutations.forget_counts: ("retraction", "penalties and bias")}
+
+
+@pytest.mark.parametrize("mutate", OTHERS, ids=lambda mutate: mutate.__name__)
+def test_other_mutations_are_seen(lab, mutate):
+    assert caught(lab, [f for f in FEATURES if f.name in OTHERS[mutate]], mutate)
+    lab.mutants += 1
