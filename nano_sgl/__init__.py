@@ -12,7 +12,7 @@ import os
 # as long as with sleeping threads. Read when torch is loaded; who sets it otherwise is obeyed.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
-_WHERE = {"LLM": "engine", "Engine": "engine", "EngineConfig": "engine", "SamplingParams": "protocol", "Output": "protocol",
+_WHERE = {"LLM": "llm", "Engine": "engine", "EngineConfig": "config", "SamplingParams": "protocol", "Output": "protocol",
           "RequestError": "protocol"}
 __all__ = list(_WHERE)
 __version__ = "0.1.0"

@@ -40,13 +40,14 @@ from typing import Any
 import msgspec
 
 from .chat import CHATML, ChatTemplate, Codec, Message, byte_tokenizer, read_messages
-from .protocol import ALIASES, RANGES, Chunk, Logprob, Ready, Request, RequestError, SamplingParams, convert, refusal, show
+from .protocol import ALIASES, Chunk, Logprob, Ready, Request, RequestError, SamplingParams, check_range, convert, refusal, show
 
 log = logging.getLogger("nano_sgl")
 
 MAX_PROMPTS = 1024          # in one call
 MAX_CHOICES = 4096          # prompts times n in one call
 MAX_PROMPT_TOKENS = 1 << 22  # in one call, a prompt counted for each of its samples: each goes to the engine with a copy
+MAX_INT_DIGITS = 400        # of an integer in a body; Python itself takes 4,300
 LOWEST_LOGPROB = -9999.0    # JSON has no infinity
 
 # Fields that OpenAI defines and that change nothing about an answer here.
@@ -122,6 +123,12 @@ class GenerateBody(Body, kw_only=True):
     return_text_in_logprobs: bool = False
 
 
+class AbortBody(msgspec.Struct, kw_only=True):
+    """POST /abort_request: requests to end, by the id that the client or the answer gave them."""
+    rid: str | None = None
+    abort_all: bool = False
+
+
 def read_json(raw: bytes) -> dict:
     """The object a body holds, without its nulls (a null is a field not given). RequestError says what is wrong."""
     try:
@@ -135,23 +142,39 @@ def read_json(raw: bytes) -> dict:
     return {name: given for name, given in value.items() if given is not None}
 
 
+class _NoJson(str):
+    """What stands in a body in the place of a value, as the sender will recognise it."""
+
+
 def _not_json(raw: bytes, error: msgspec.DecodeError) -> RequestError:
     """Why a body is not JSON. Python's own parser is laxer (NaN, lone surrogates): what it takes, it can name."""
+    def number(text: str) -> float | _NoJson:
+        return float(text) if abs(float(text)) < float("inf") else _NoJson(text[:20])
+
+    def integer(text: str) -> int | _NoJson:
+        return int(text) if len(text) <= MAX_INT_DIGITS else _NoJson(f"an integer of {len(text)} digits")
+
     try:
-        fields = json.loads(raw)
-        for name, given in [*fields.items(), *(fields.get("sampling_params") or {}).items()]:
-            if isinstance(given, float) and not abs(given) < float("inf"):
-                return RequestError(f"{name}: {given} is not JSON; expected a finite number", name)
-            if _has_lone_surrogate(given):
-                return RequestError(f"{name}: a text holds half of a surrogate pair, which is no character", name)
-    except (ValueError, RecursionError, AttributeError):
-        pass
+        stack = [("", "", json.loads(raw, parse_float=number, parse_int=integer, parse_constant=_NoJson))]
+    except (ValueError, RecursionError):
+        stack = []
+    while stack:
+        path, name, value = stack.pop()
+        if isinstance(value, _NoJson):
+            return RequestError(f"{path}: expected a finite number, got {value}", name)
+        if isinstance(value, str) and _has_lone_surrogate(value):
+            return RequestError(f"{path}: a text holds half of a surrogate pair, which is no character", name)
+        if isinstance(value, dict):
+            stack += [(f"{path}.{show(key)[1:-1]}".lstrip("."), name if name not in ("", "sampling_params") else key, inner)
+                      for key, inner in value.items()]
+        elif isinstance(value, list):
+            stack += [(f"{path}[{n}]", name, inner) for n, inner in enumerate(value)]
     return RequestError(f"the body is not valid JSON: {error}")
 
 
-def _has_lone_surrogate(given: Any) -> bool:
+def _has_lone_surrogate(text: str) -> bool:
     try:
-        json.dumps(given, ensure_ascii=False).encode()
+        text.encode()
         return False
     except UnicodeEncodeError:
         return True
@@ -240,9 +263,8 @@ class Reader:
                                "messages")
         if body.top_logprobs is not None and not body.logprobs:
             raise RequestError("top_logprobs needs logprobs: true", "top_logprobs")
-        for name, kin in (("top_logprobs", "logprobs"), ("max_completion_tokens", "max_tokens")):
-            if not RANGES[kin].holds(getattr(body, name)):
-                raise refusal(name, getattr(body, name), str(RANGES[kin]))
+        check_range("top_logprobs", body.top_logprobs, like="logprobs")
+        check_range("max_completion_tokens", body.max_completion_tokens, like="max_tokens")
         messages = read_messages(body.messages)
         self.codec.check_length(sum(len(m["content"]) for m in messages), self.ready.context_len)
         if len(messages) > self.ready.context_len:
@@ -276,8 +298,8 @@ class Reader:
         prompts = self._prompts(body.text if body.text is not None else body.input_ids, name)
         given, logprob, start, top = (_for_each(getattr(body, name), len(prompts), name) for name in (
             "sampling_params", "return_logprob", "logprob_start_len", "top_logprobs_num"))
-        if wrong := [t for t in top if not RANGES["logprobs"].holds(t)]:
-            raise refusal("top_logprobs_num", wrong[0], str(RANGES["logprobs"]))
+        for wanted in top:
+            check_range("top_logprobs_num", wanted, like="logprobs")
         one_each = isinstance(body.top_logprobs_num, list)  # one value for all prompts is for those that want logprobs
         if any(t and not wanted for t, wanted in zip(top, logprob if one_each else [any(logprob)])):
             raise RequestError("top_logprobs_num needs return_logprob: true", "top_logprobs_num")

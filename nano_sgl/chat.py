@@ -59,9 +59,9 @@ BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 class Message(msgspec.Struct, forbid_unknown_fields=True):
     """One message as a client sends it. content: text, or a list of parts {"type": "text", "text": ...}, which are joined
-    without separator."""
+    without separator; null, for nothing said, is for assistants only."""
     role: str
-    content: str | list[dict[str, Any]]
+    content: str | list[dict[str, Any]] | None = None
     name: str | None = None
 
 
@@ -180,6 +180,11 @@ def read_messages(messages: list[Message]) -> list[dict]:
             raise RequestError(f"messages[{n}].role: {message.role!r} is not supported; expected one of {', '.join(ROLES)}",
                                "messages")
         content = message.content
+        if content is None:
+            if message.role != "assistant":
+                raise RequestError(f"messages[{n}].content: null or missing, which only an assistant's may be; expected text or a list "
+                                   "of text parts", "messages")
+            content = ""
         if not isinstance(content, str):
             content = "".join(_read_part(part, n, m) for m, part in enumerate(content))
         plain.append({"role": "system" if message.role == "developer" else message.role, "content": content})
@@ -198,6 +203,14 @@ def _read_part(part: dict, n: int, m: int) -> str:
     return part["text"]
 
 
+def compile_template(source: str) -> jinja2.Template:
+    """A chat template, ready to run in the sandbox. ValueError where it is not valid."""
+    try:
+        return _Environment().template(source)
+    except jinja2.TemplateError as error:
+        raise ValueError(f"the chat template is not valid Jinja: line {getattr(error, 'lineno', '?')}: {error}") from error
+
+
 class ChatTemplate:
     """The model's template over its codec: `encode(messages) -> ids`. special_tokens: the names a template may use (bos_token,
     ...)."""
@@ -210,10 +223,7 @@ class ChatTemplate:
             source = source["default"]
         self.codec = codec
         self.special_tokens = special_tokens
-        try:
-            self._template = _Environment().template(source)
-        except jinja2.TemplateError as error:
-            raise ValueError(f"the chat template is not valid Jinja: line {getattr(error, 'lineno', '?')}: {error}") from error
+        self._template = compile_template(source)
         special = {codec.added[i].content for i in codec.control_ids}
         self._special = any_of(special)
         self._control = any_of(special | {token.content for token in codec.added.values() if token.content in source})

@@ -1,51 +1,55 @@
-"""Engine: the loop that turns requests into text, and `LLM`, the engine as a Python object.
+"""Engine: the loop that turns requests into text, and that does not wait for the device.
 
-One step is three calls, and they are the whole story:
+      host      | plan n+1 |  wait  | process n | plan n+2 |  wait  | process n+1 | plan n+3 |        rows, bounds, text
+                           v submit ^ tokens of n          v        ^ of n+1                 v
+      worker    -- run n -----------][------ run n+1 ---------------][------ run n+2 -----------      values
 
-      batch  = scheduler.next_batch()      host integers: which rows, how many tokens, where their KV goes
-      flight = self._launch(batch)         tensors: row writes -> forward -> sample -> tokens scattered into the device rows
-      chunks = self._process(flight)       the step's tokens reach the host: text, stop conditions, scheduler.commit
+  plan       scheduler.next_batch: host integers: which rows, how many tokens, where their KV goes; and what can be worked out of them
+             (attention's work list). No token is needed for it: an upper bound of the lengths is enough.
+  run        tensors, in the order of the steps: row writes -> forward -> sample -> tokens scattered into the device rows. It never looks
+             at a value of the host's that came later than its plan; the host never looks at a device row. Ids, positions and slots are
+             gathered from the rows by row number, so step n+1 finds what step n has sampled although no one else knows it yet:
+                 rows     tokens [R, C]  table [R, C]  length [R]           what a row knows, where its KV is, how much of it
+                 step     position = length[row] + offset;  id = tokens[row, position];  slot = table[row, position]
+                 after    tokens[row, length + q] = sampled;  length[row] += q
+  process    a step's tokens reach the host: text, stop conditions, scheduler.commit.
 
-`_launch` never looks at a value the device has computed: input ids, positions and KV slots are gathered from the device rows by row number, the
-sampled tokens are scattered back there. So a second step could be launched before the first one's tokens are known; how many steps may be in
-flight is `self.depth` (0: each step is processed before the next is planned), and nothing else depends on it.
+`Engine.depth` steps are in flight while the next is planned; nothing else depends on it. 0 is the plain loop, in line: run it, then process it.
+With 1, a request that ends by a stop is found one step late, and what the step in flight samples for it is dropped; one that ends by its length
+is known ahead and costs nothing. The worker is a GPU's stream, or on a CPU a thread (`Worker`).
 
-      rows     tokens [R, C]  table [R, C]  length [R]           what a row knows, where its KV is, how much of it
-      step     position = length[row] + offset;  id = tokens[row, position];  slot = table[row, position]
-      after    tokens[row, length + q] = sampled;  length[row] += q
+A step that fails (out of memory, a bug in a kernel) costs its requests that step: those behind it are not run, the scheduler takes all of them
+back and runs each of their requests alone; one that fails alone ends with the error. The engine goes on.
 
-This file alone holds text and tensors together: `text.TextStream` turns each request's ids into text and says when a stop ends it.
-
-A step that fails (out of memory, a bug in a kernel) costs its requests that step: the scheduler takes back what it had given it and runs each
-of them alone; one that fails alone ends with the error. The engine goes on.
+This file alone holds text and tensors together. Cost: the longer of host and device a step, where in line it is their sum. Where it stops: on a
+CPU both want the interpreter lock and the same cores, so there is less to win (`bench/overlap.py`); Python's switch interval stays as it is, for
+with one below a millisecond we have seen two threads lose each other's wake-up for seconds. Source: SGLang's overlap scheduler (2024).
 """
 
 from __future__ import annotations
 
-import asyncio
 import collections
 import logging
-import numbers
-import operator
 import os
 import queue
-import re
 import secrets
 import threading
-import time
-from collections.abc import AsyncIterator, Collection, Iterator, Sequence
-from dataclasses import dataclass, field, fields
+import weakref
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import NoReturn
 
 import numpy as np
 import torch
-from tqdm import tqdm
 
 from . import attention, sampling, weights
-from .memory import KVPool, Rows, SlotAllocator
-from .chat import ChatTemplate, Codec, Message, read_messages
+from .memory import KVPool, Packed, Rows, SlotAllocator
+from .config import EngineConfig
 from .model import ForwardBatch, Model, ModelConfig, load
-from .protocol import Chunk, Logprob, Output, Request, RequestError, SamplingParams, convert, derive_seed, show
-from .radix import EVICTION, MAX_PAGE_SIZE, Tree
+from .protocol import Chunk, Logprob, Request, SamplingParams, derive_seed
+from .radix import EVICTION, Tree
 from .scheduler import POLICIES, Batch, Req, Scheduler
 from .text import TextStream
 
@@ -53,49 +57,8 @@ log = logging.getLogger("nano_sgl")
 
 HEAD_ROWS = 256             # prompt logprobs: hidden states per call of the head, so that logits stay small
 CPU_POOL_TOKENS = 65_536
-
-
-def flag(default, text: str, choices: Collection[str] | None = None):
-    """A field of EngineConfig: its default, its line in `--help`, the values it may take (a registry: also what is registered later)."""
-    return field(default=default, metadata={"help": text, "choices": choices})
-
-
-@dataclass(frozen=True)
-class EngineConfig:
-    """Every flag of the engine: keywords of `LLM`, command-line flags of the server (dashes for underscores)."""
-    model: str = flag("demo", "demo, a local directory, a Hugging Face id or a .gguf file")
-    dtype: str = flag("auto", "auto is the checkpoint's", ("auto", "float32", "bfloat16", "float16"))
-    device: str = flag("auto", "auto is cuda where there is one, else cpu")
-    context_length: int | None = flag(None, "tokens of prompt and output together; the model's by default")
-    max_running_requests: int | None = flag(None, "rows of a batch; 64 on CPU, 256 on GPU by default")
-    max_total_tokens: int | None = flag(None, "KV slots; by default what memory allows (CPU: at most 65536)")
-    mem_fraction_static: float = flag(0.88, "share of GPU memory for weights and KV")
-    chunked_prefill_size: int | None = flag(None, "tokens a step; 2048 on CPU, 8192 on GPU by default; less makes streams smoother")
-    page_size: int = flag(1, "KV slots a page, 1 to 64")
-    schedule_policy: str = flag("fcfs", "order of the waiting requests", POLICIES)
-    radix_eviction_policy: str = flag("lru", "which cached prefix goes first", EVICTION)
-    disable_radix_cache: bool = flag(False, "keep no KV of finished requests and share none")
-    attention_backend: str | None = flag(None, "triton on GPU, torch on CPU by default", attention.ATTENTION)
-    random_seed: int | None = flag(None, "base of the seeds of requests that name none; random by default")
-    threads: int | None = flag(None, "CPU threads; as many as cores by default")
-
-    def __post_init__(self):
-        for f in fields(self):
-            value, choices = getattr(self, f.name), f.metadata["choices"]
-            if choices and value is not None and value not in choices:
-                raise ValueError(f"{f.name} is {value!r}, expected one of {', '.join(choices)}")
-        for name, low, high in (("context_length", 1, 2**31), ("max_running_requests", 1, 2**16), ("max_total_tokens", 1, 2**31),
-                                ("chunked_prefill_size", 1, 2**31), ("threads", 1, 2**10), ("page_size", 1, MAX_PAGE_SIZE),
-                                ("random_seed", 0, 2**63 - 1)):
-            value = getattr(self, name)
-            if value is not None and (type(value) is not int or not low <= value <= high):
-                raise ValueError(f"{name} is {value!r}, expected an integer from {low} to {high}")
-        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
-            raise ValueError(f"device is {self.device!r}, expected auto, cpu, cuda or cuda:N")
-        if self.device.startswith("cuda") and not torch.cuda.is_available():
-            raise ValueError(f"device is {self.device!r}, but this torch ({torch.__version__}) finds no GPU")
-        if not 0 < self.mem_fraction_static <= 1:
-            raise ValueError(f"mem_fraction_static is {self.mem_fraction_static!r}, expected a number above 0 and at most 1")
+SLOW_PATTERN = "stop_regex took too long to search the output"
+SHUTDOWN_S = 60.0           # a job that is still running then is left behind
 
 
 @dataclass
@@ -108,12 +71,26 @@ class Stream:
 
 
 @dataclass
-class Flight:
-    """A launched step and the tensors it will leave."""
-    batch: Batch
-    sampled: sampling.Sampled | None   # on the host once `done` has happened
+class Plan:
+    """What a step needs from the host beside its batch: worked out ahead, sent in one copy."""
+    attention: attention.Plan
+    packed: Packed                     # the row writes' arrays, then those of `Engine._run`
+    recomputes: bool                   # some token's KV is in the tree already
+
+
+@dataclass
+class Results:
+    """What a step leaves for the host: on the host once `copied` has happened."""
+    sampled: sampling.Sampled | None
     prompt: list[PromptPiece]
-    done: torch.cuda.Event | None      # None on CPU: a launched step is a finished step
+    copied: torch.cuda.Event | None = None    # None on CPU: results are where they belong
+
+
+@dataclass
+class Flight:
+    """A launched step, and its results to come."""
+    batch: Batch
+    results: Future                    # of Results, or of the exception that the step failed with
 
 
 @dataclass
@@ -126,14 +103,72 @@ class PromptPiece:
     top_logprobs: torch.Tensor         # [n, k] f32
 
 
+# ----------------------------------------------------------------------------------------------------------------------- worker
+
+class Worker:
+    """Runs jobs in the order in which they are given: on a thread of its own, or (for a GPU, whose stream is such a thread, and for the plain
+    loop) where `submit` is called.
+
+    A job that raises stops the line: what stands behind it was built on it, is not run, and ends with the same exception, until `restart`.
+    """
+
+    def __init__(self, threaded: bool):
+        self._failed: BaseException | None = None
+        self._closed = False
+        self._jobs: queue.SimpleQueue[tuple[Callable, Future] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._loop, name="nano_sgl worker", daemon=True) if threaded else None
+        if self._thread is not None:
+            self._thread.start()
+
+    def submit(self, job: Callable[[], Results]) -> Future:
+        """Its result or exception to come. After `close`: the exception at once."""
+        future: Future = Future()
+        if self._thread is None or self._closed:
+            self._run(job, future)
+        else:
+            self._jobs.put((job, future))
+        return future
+
+    def restart(self) -> None:
+        """Take jobs again after one that raised. Only when all that were submitted have ended."""
+        if not self._closed:
+            self._failed = None
+
+    def close(self) -> None:
+        """What has not begun is not run, what has begun is waited for."""
+        self._failed, self._closed = RuntimeError("the engine was shut down"), True
+        self._jobs.put(None)
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(SHUTDOWN_S)
+
+    def _run(self, job: Callable[[], Results], future: Future) -> None:
+        try:
+            if self._failed is not None:
+                raise self._failed
+            result = job()
+        except BaseException as error:
+            self._failed = self._failed or error
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+
+    def _loop(self) -> None:
+        while (asked := self._jobs.get()) is not None:
+            self._run(*asked)
+            del asked  # or it would keep the engine alive while the thread sleeps
+
+
 # ----------------------------------------------------------------------------------------------------------------------- engine
 
 class Engine:
     """Model, memory, scheduler and sampler of one device. `add`, `abort` and `step` must be called from one thread."""
 
-    depth = 0  # steps in flight while the next is planned
-
     def __init__(self, config: EngineConfig):
+        for name, registry in (("schedule_policy", POLICIES), ("radix_eviction_policy", EVICTION), ("attention_backend", attention.ATTENTION)):
+            if (value := getattr(config, name)) is not None and value not in registry:
+                raise ValueError(f"{name} is {value!r}, expected one of {', '.join(registry)}")
+        if config.device.startswith("cuda") and not torch.cuda.is_available():
+            raise ValueError(f"device is {config.device!r}, but this torch ({torch.__version__}) finds no GPU")
         self.config = config
         self.device = ("cuda" if torch.cuda.is_available() else "cpu") if config.device == "auto" else config.device
         on_cpu = self.device == "cpu"
@@ -161,9 +196,9 @@ class Engine:
             tree=Tree(config.page_size, config.radix_eviction_policy), slots=slots, rows=self.rows,
             token_budget=config.chunked_prefill_size or (2048 if on_cpu else 8192), max_running=max_running,
             context_len=self.context_len, schedule_policy=config.schedule_policy, cache=not config.disable_radix_cache,
-            seed=config.random_seed or 0)
-        backend = config.attention_backend or ("torch" if on_cpu else "triton")
-        self.attention = attention.ATTENTION[backend](model.num_heads, model.num_kv_heads, model.head_dim)
+            seed=config.random_seed or 0, waiting_timeout=config.waiting_timeout, running_timeout=config.running_timeout)
+        self.attention_backend = config.attention_backend or attention.default_backend(self.device)
+        self.attention = attention.ATTENTION[self.attention_backend](model.num_heads, model.num_kv_heads, model.head_dim)
         self.sampler = sampling.SamplingState(max_running + 1, self.vocab_size, self.device)
         self.streams: dict[str, Stream] = {}
         self.flights: collections.deque[Flight] = collections.deque()
@@ -171,6 +206,10 @@ class Engine:
         self._sampling_key: tuple = ()
         self._sampling_batch: sampling.SamplingBatch | None = None
         self._outbox: list[Chunk] = []
+        overlap = config.overlap_schedule == "on" or config.overlap_schedule == "auto" and not on_cpu
+        self.depth = int(overlap)  # steps in flight while the next is planned; at most `scheduler.reserve`
+        self.worker = Worker(threaded=overlap and on_cpu)
+        self.shutdown = weakref.finalize(self, self.worker.close)  # called, collected or at exit: once
 
     def _use_device(self) -> None:
         """Kernels go to the current device, which each thread has its own of."""
@@ -224,83 +263,73 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[Chunk]:
-        """Plan, launch, process: what the step processed adds to each request. Empty where there was nothing to do."""
+        """Plan a step and hand it to the worker, process the oldest in flight if `depth` are: what that adds to each request. Empty where there
+        was nothing to do, or nothing is known yet."""
         self._use_device()
+        self._end_late_requests()
         batch = self.scheduler.next_batch()
         if batch is not None:
-            try:
-                self.flights.append(self._launch(batch))
-            except Exception as error:  # whatever it was: its requests are tried again, or get an answer, and the others go on
-                log.exception("a step failed")
-                self._fail([flight.batch for flight in self.flights] + [batch], error)
+            self.flights.append(Flight(batch, self.worker.submit(self._job(batch))))
         if self.flights and (len(self.flights) > self.depth or batch is None):
-            self._process(self.flights.popleft())
+            self._land(self.flights.popleft())
         elif batch is None and self.has_work and not self._outbox:
             raise AssertionError(f"{len(self.scheduler.waiting)} requests wait, {len(self.scheduler.running)} run, and no step can be made")
         chunks, self._outbox = self._outbox, []
         return chunks
 
-    def _fail(self, batches: list[Batch], error: Exception) -> None:
-        self.flights.clear()
-        self._sampling_key = ()
-        for req in self.scheduler.fail(batches):
-            self._close(self.streams[req.rid], "error", f"the engine failed on this request: {error}")
+    def _end_late_requests(self) -> None:
+        for req in self.scheduler.expire():
+            limit, did = (self.config.waiting_timeout, "waited to be started") if req.started_at is None else (self.config.running_timeout, "ran")
+            name = "waiting_timeout" if req.started_at is None else "running_timeout"
+            self._close(self.streams[req.rid], "abort", f"the request {did} for more than {limit:g} s, the server's {name}",
+                        status=503 if req.started_at is None else 504)
 
     # ------------------------------------------------------------------------------------------------------------------------ launch
 
-    def _launch(self, batch: Batch) -> Flight:
-        """Run a batch. Everything here is work in stream order; no value of the device is read."""
-        rows = self.rows
-        rows.apply(batch.writes)
-        for req in batch.started:
-            self.sampler.set_row(req.row, req.params, req.seed, req.prompt, req.output_ids, self.end_ids)
-        forward, row_ids, last, ends = self._forward_batch(batch)
-        hidden = self.model.forward(forward, self.kv)  # [T, E]
-        prompt = self._prompt_logprobs(batch, hidden)
-        picked = np.flatnonzero(batch.samples)
-        sampled = None
-        if len(picked):
-            index = self._upload(picked)
-            logits = self.model.logits(hidden[last[index]])  # [N, V] f32
-            sampled = self.sampler.sample(logits, ends[index], self._sampling_params([batch.reqs[i] for i in picked]))
-            rows.tokens[row_ids[index], ends[index]] = sampled.tokens.to(torch.int32)
-        rows.length[row_ids] = ends.to(torch.int32)
-        return self._to_host(Flight(batch, sampled, prompt, None))
+    def _job(self, batch: Batch) -> Callable[[], Results]:
+        """A step as the worker will run it. Whatever goes wrong with it, goes wrong there: in its turn."""
+        try:
+            return partial(self._run, batch, self._plan(batch))
+        except Exception as error:
+            return partial(_raise, error)
 
-    def _to_host(self, flight: Flight) -> Flight:
-        """Begin the copies of a step's results; what `_process` waits for is this step, not the next."""
-        if self.device == "cpu":
-            return flight
-        for part in [*flight.prompt, flight.sampled]:
-            for name, value in vars(part).items() if part is not None else ():
-                if isinstance(value, torch.Tensor):
-                    object.__setattr__(part, name, value.to("cpu", non_blocking=True))
-        flight.done = torch.cuda.Event()
-        flight.done.record()
-        return flight
-
-    def _upload(self, values: np.ndarray) -> torch.Tensor:
-        """[n] int64 on the device."""
-        return torch.from_numpy(values.astype(np.int64, copy=False)).to(self.device, non_blocking=True)
-
-    def _forward_batch(self, batch: Batch) -> tuple[ForwardBatch, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The step's tensors; and per batch row: its table row, its last token in the step, its length after the step. [B] int64 each."""
-        rows = self.rows
+    def _plan(self, batch: Batch) -> Plan:
+        """The host's part of a step, while the steps before it run: integers of the batch, no value of the device."""
         ends = np.cumsum(batch.q_lens)
         of_token = np.repeat(np.arange(len(batch.rows)), batch.q_lens)
         offset = np.arange(batch.num_tokens) - np.repeat(ends - batch.q_lens, batch.q_lens)
-        row_ids, q_lens, of_token_t = self._upload(batch.rows), self._upload(batch.q_lens), self._upload(of_token)
+        work = attention.plan(batch.rows, batch.q_lens, batch.kv_bounds, batch.shared, **self.attention.plan_options)
+        packed = Packed([*batch.writes.arrays(), batch.rows, batch.q_lens, batch.store_from, of_token, offset, ends - 1,
+                         np.flatnonzero(batch.samples)], self.device)
+        return Plan(work, packed, bool((batch.store_from > batch.starts).any()))
+
+    @torch.inference_mode()
+    def _run(self, batch: Batch, plan: Plan) -> Results:
+        """Run a step. Everything here is work in stream order; no value of the device is read, and of the host's only what the plan fixed:
+        a request of the batch keeps its row until the step has landed, and gets no token before that."""
+        rows = self.rows
+        *writes, row_ids, q_lens, store_from, of_token, offset, last, picked = plan.packed.send()
+        rows.put(*writes)
+        for req in batch.started:
+            self.sampler.set_row(req.row, req.params, req.seed, req.prompt, req.output_ids, self.end_ids)
         start = rows.length[row_ids].long()                        # [B] i64
-        cols = start[of_token_t] + self._upload(offset)            # [T] i64 column and position of each token
-        token_rows = row_ids[of_token_t]                           # [T] i64
+        cols = start[of_token] + offset                            # [T] i64 column and position of each token
+        token_rows = row_ids[of_token]                             # [T] i64
         ids = rows.tokens[token_rows, cols].long()                 # [T] i64
         slots = rows.table[token_rows, cols].long()                # [T] i64
-        if (batch.store_from > batch.starts).any():                # recomputed tokens: the tree has their KV, and it may be locked by others
-            slots = slots * (cols >= self._upload(batch.store_from)[of_token_t])
-        plan = attention.plan(batch.rows, batch.q_lens, batch.kv_bounds, batch.shared, **self.attention.plan_options)
-        context = self.attention.prepare(plan, rows.table, cols)
-        forward = ForwardBatch(input_ids=ids, positions=cols, slots=slots, attention=(self.attention, context))
-        return forward, row_ids, self._upload(ends - 1), start + q_lens
+        if plan.recomputes:                                        # the tree has their KV, and it may be locked by others
+            slots = slots * (cols >= store_from[of_token])
+        context = self.attention.prepare(plan.attention, rows.table, cols)
+        hidden = self.model.forward(ForwardBatch(ids, cols, slots, (self.attention, context)), self.kv)  # [T, E]
+        results = Results(None, self._prompt_logprobs(batch, hidden))
+        ends = start + q_lens                                      # [B] i64 each row's length after the step
+        if len(picked):
+            logits = self.model.logits(hidden[last[picked]])       # [N, V] f32
+            sampled = self.sampler.sample(logits, ends[picked], self._sampling_params([batch.reqs[i] for i in np.flatnonzero(batch.samples)]))
+            rows.tokens[row_ids[picked], ends[picked]] = sampled.tokens.to(torch.int32)
+            results.sampled = sampled
+        rows.length[row_ids] = ends.to(torch.int32)
+        return results if self.device == "cpu" else _to_host(results)
 
     def _sampling_params(self, reqs: list[Req]) -> sampling.SamplingBatch:
         key = tuple((req, req.row) for req in reqs)  # a request id may come back with other parameters
@@ -319,7 +348,7 @@ class Engine:
                 for c in range(first, last, HEAD_ROWS):
                     n = min(HEAD_ROWS, last - c)
                     at = first_token + c - start
-                    targets = self._upload(req.prompt[c + 1:c + 1 + n])
+                    targets, = Packed([req.prompt[c + 1:c + 1 + n]], self.device).send()
                     results = sampling.prompt_logprobs(self.model.logits(hidden[at:at + n]), targets, req.params.prompt_logprobs)
                     found.append(PromptPiece(req, c + 1, *results))
             first_token += q_len
@@ -327,16 +356,36 @@ class Engine:
 
     # ----------------------------------------------------------------------------------------------------------------------- process
 
-    def _process(self, flight: Flight) -> None:
+    def _land(self, flight: Flight) -> None:
+        """Wait for a step and process it; where it failed, its requests are tried again, or get an answer, and the others go on."""
+        try:
+            results = flight.results.result()
+            if results.copied is not None:
+                results.copied.synchronize()
+        except Exception as error:
+            log.exception("a step failed")
+            self._fail([flight, *self.flights], error)
+        else:
+            self._process(flight.batch, results)
+
+    def _fail(self, flights: list[Flight], error: Exception) -> None:
+        """Take back a step that failed and those launched after it."""
+        for flight in flights:
+            flight.results.exception()  # on a CPU they have not run, on a GPU nobody will look at what they left
+        self.flights.clear()
+        self.worker.restart()
+        self._sampling_key = ()
+        for req in self.scheduler.fail([flight.batch for flight in flights]):
+            self._close(self.streams[req.rid], "error", f"the engine failed on this request: {error}")
+
+    def _process(self, batch: Batch, results: Results) -> None:
         """The results of a step reach the host: text and stop conditions here, memory in the scheduler. What goes wrong with one request ends
         that request alone."""
-        if flight.done is not None:
-            flight.done.synchronize()
-        batch, results = flight.batch, self._results(flight)
-        self._take_prompt_logprobs(flight.prompt)
+        sampled = self._sampled(results.sampled)
+        self._take_prompt_logprobs(results.prompt)
         tokens, finished, spoiled = [], [], []
         for req, samples, complete in zip(batch.reqs, batch.samples.tolist(), batch.complete.tolist()):
-            new, logprobs, bad = next(results) if samples else ([], None, False)
+            new, logprobs, bad = next(sampled) if samples else ([], None, False)
             stream = self.streams.get(req.rid)
             kept, reason, error = 0, None, None
             if stream is None or stream.req is not req:
@@ -364,9 +413,8 @@ class Engine:
                 stream.prompt_logprobs += _logprobs(ids, piece.logprobs, piece.top_ids, piece.top_logprobs)
 
     @staticmethod
-    def _results(flight: Flight) -> Iterator[tuple[list[int], list[Logprob] | None, bool]]:
+    def _sampled(sampled: sampling.Sampled | None) -> Iterator[tuple[list[int], list[Logprob] | None, bool]]:
         """Per sampling row, in order: its tokens, their logprobs, and whether its logits were no numbers."""
-        sampled = flight.sampled
         if sampled is not None:
             ids = sampled.tokens.tolist()
             logprobs = None if sampled.logprobs is None else _logprobs(ids, sampled.logprobs, sampled.top_ids, sampled.top_logprobs)
@@ -382,7 +430,7 @@ class Engine:
             try:
                 reason = stream.text.push(token)
             except TimeoutError:
-                reason, error = "error", "stop_regex took too long to search the output"
+                reason, error = "error", SLOW_PATTERN
             except Exception as fault:
                 log.exception("request %s: its text failed", stream.req.rid)
                 reason, error = "error", f"the text of the output failed: {fault}"
@@ -402,10 +450,12 @@ class Engine:
         chunk.prompt_logprobs, stream.prompt_logprobs = stream.prompt_logprobs, None
         return chunk
 
-    def _close(self, stream: Stream, reason: str, error: str | None = None) -> None:
+    def _close(self, stream: Stream, reason: str, error: str | None = None, status: int = 500) -> None:
         """The last chunk of a request."""
         chunk = self._take(stream, final=True)
-        chunk.finish_reason, chunk.stop_reason, chunk.error = reason, stream.text.stop_reason, error
+        chunk.finish_reason, chunk.stop_reason, chunk.error, chunk.status = reason, stream.text.stop_reason, error, status
+        if error == SLOW_PATTERN:
+            chunk.param, chunk.status = "stop_regex", 400
         self._outbox.append(chunk)
         del self.streams[stream.req.rid]
 
@@ -418,19 +468,38 @@ class Engine:
         self.scheduler.slots.free(self.scheduler.tree.reset())
         return True
 
+    def in_force(self) -> dict:
+        """The config, with what the engine chose where it was left the choice."""
+        s = self.scheduler
+        chosen = {"dtype": str(self.model.dtype).removeprefix("torch."), "device": self.device, "context_length": self.context_len,
+                  "max_running_requests": s.max_running, "max_total_tokens": s.slots.capacity, "chunked_prefill_size": s.token_budget,
+                  "attention_backend": self.attention_backend, "threads": torch.get_num_threads()}
+        return {**asdict(self.config), **chosen}
+
     def stats(self) -> dict:
         """Counts for the log line and the info routes. Tokens, requests; rates are the reader's to make."""
         s = self.scheduler
         return {"running": len(s.running), "waiting": len(s.waiting), "kv_capacity": s.slots.capacity,
                 "kv_free": s.slots.available, "kv_cached": s.tree.evictable, "kv_locked": s.tree.protected, **vars(s.counters)}
 
+    def synchronize(self) -> None:
+        """Wait until every launched step has run. What it left is processed by the next calls of `step`."""
+        for flight in self.flights:
+            flight.results.exception()
+        if self.device != "cpu":
+            torch.cuda.synchronize(self.device)
+
     def check(self) -> None:
-        """Prove the books: slots, rows and nodes (`Scheduler.check`), and that the device rows agree. AssertionError says what is wrong."""
+        """Prove the books: slots, rows and nodes (`Scheduler.check`), and that the device rows agree. AssertionError says what is wrong.
+        Waits for the device; tokens that the host does not know yet are not looked at."""
+        self.synchronize()
         self.scheduler.check()
-        assert set(self.streams) <= set(self.scheduler.reqs), "a text stream without a request"
+        assert set(self.streams) == set(self.scheduler.reqs), "a text stream without a request, or a request without a stream"
+        if any(flight.results.exception() for flight in self.flights):
+            return  # the rows are behind the host, which is about to find out
         for req in self.scheduler.running:
-            if req.in_flight:
-                continue  # its device row is ahead of the host
+            if req.row in self.scheduler.unwritten_rows:
+                continue
             row, tree = req.row, self.scheduler.tree
             assert int(self.rows.length[row]) == req.computed_len, f"{req.rid}: device length {int(self.rows.length[row])} != {req.computed_len}"
             path = np.concatenate([tree.slots(req.node), np.array(req.own, np.int32)]) if req.node.end else np.array(req.own, np.int32)
@@ -438,6 +507,22 @@ class Engine:
             assert np.array_equal(table[:req.computed_len], path[:req.computed_len]), f"{req.rid}: its table does not lead to its slots"
             known = self.rows.tokens[row, :req.known_len].cpu().numpy()
             assert np.array_equal(known, req.ids()), f"{req.rid}: the device row holds other tokens"
+
+
+def _raise(error: Exception) -> NoReturn:
+    raise error
+
+
+def _to_host(results: Results) -> Results:
+    """Begin the copies of a step's results, into pinned memory: whoever waits for `copied` waits for this step, not for the next."""
+    def copies(part):
+        tensors = {name: value for name, value in vars(part).items() if isinstance(value, torch.Tensor)}
+        return replace(part, **{name: torch.empty(value.shape, dtype=value.dtype, pin_memory=True).copy_(value, non_blocking=True)
+                                for name, value in tensors.items()})
+    copied = torch.cuda.Event()
+    results = Results(None if results.sampled is None else copies(results.sampled), [copies(piece) for piece in results.prompt], copied)
+    copied.record()
+    return results
 
 
 def _available_memory() -> int:
@@ -455,279 +540,15 @@ def _logprobs(ids: list[int], logprobs: torch.Tensor, top_ids: torch.Tensor | No
     return [Logprob(token, value, top) for token, value, top in zip(ids, values, tops)]
 
 
-# -------------------------------------------------------------------------------------------------------------------------- LLM
-
-Prompt = str | Sequence[int]
-Params = SamplingParams | dict | None
-
-
-class LLM:
-    """The engine as a Python object. Every engine flag is a keyword:
-
-        llm = LLM("demo", dtype="float32")
-        llm.generate("The capital of France is", SamplingParams(max_tokens=8, temperature=0)).text
-
-    The engine runs in a thread of its own, so all methods may be called from any thread or event loop, and requests of different calls share
-    batches and cache. `shutdown`, or leaving the context, ends it.
-    """
-
-    def __init__(self, model: str = "demo", *, dtype: str = "auto", **flags):
-        known = {f.name for f in fields(EngineConfig)}
-        if unknown := sorted(set(flags) - known):
-            raise TypeError(f"LLM does not know {', '.join(unknown)}; its keywords are {', '.join(sorted(known))}")
-        self.engine = Engine(EngineConfig(model=str(model), dtype=dtype, **flags))
-        self.tokenizer = self.engine.tokenizer
-        self._template: ChatTemplate | None = None
-        self._inbox: queue.SimpleQueue = queue.SimpleQueue()  # (requests, sink) to start, (requests, None) to abort; None: end
-        self._sinks: dict[str, object] = {}                   # request id -> what takes its chunks
-        self._crash: BaseException | None = None
-        self._closed = False                                  # guarded by the lock: after it nothing enters the inbox
-        self._lock = threading.Lock()
-        self._thread = threading.Thread(target=self._run, name="nano_sgl engine", daemon=True)
-        self._thread.start()
-
-    # -- what a user calls -----------------------------------------------------------------------------------------------------------
-
-    def generate(self, prompts: Prompt | Sequence[Prompt], params: Params | Sequence[Params] = None, *, cache_salt: str | None = None,
-                 priority: int = 0, progress: bool | None = None) -> Output | list[Output]:
-        """Complete prompts (text, or token ids). One prompt gives one Output, a list a list in the same order; `n` samples of a prompt are
-        neighbours in the list, told apart by `index`.
-
-        params: for all prompts, or a list of one each. progress: a bar on stderr (None: for lists, on a terminal).
-        RequestError where a request cannot be served; none has been started then.
-        """
-        single = _is_single(prompts)
-        requests = self._requests([prompts] if single else prompts, params, cache_salt, priority, stream=False)
-        outputs = self._collect(requests, progress if progress is not None else None if len(requests) > 1 else False)
-        return outputs[0] if single and len(outputs) == 1 else outputs
-
-    def chat(self, messages: Sequence, params: Params | Sequence[Params] = None, **options) -> Output | list[Output]:
-        """Answer a conversation (a list of {"role", "content"}), or a list of conversations. As `generate` otherwise."""
-        single = not messages or not isinstance(messages[0], (list, tuple))
-        prompts = [self.chat_ids(conversation) for conversation in ([messages] if single else messages)]
-        return self.generate(prompts[0] if single else prompts, params, **options)
-
-    def stream(self, prompt: Prompt | Sequence[dict], params: Params = None, **options) -> Iterator[Output]:
-        """One prompt or conversation, piece by piece: each Output holds what is new (text, output_ids, logprobs); the last of each `index`
-        has a finish_reason. Closing the iterator aborts the request."""
-        inbox: queue.SimpleQueue = queue.SimpleQueue()
-        requests = self._requests([self._encode(prompt)], params, stream=True, **options)
-        self._submit(requests, inbox.put)
-        try:
-            yield from self._pieces(requests, inbox.get)
-        finally:
-            self._forget(requests)
-
-    async def agenerate(self, prompts: Prompt | Sequence[Prompt], params: Params | Sequence[Params] = None, **options):
-        """`generate` for an event loop; cancelling the task aborts its requests."""
-        single = _is_single(prompts)
-        requests = self._requests([prompts] if single else prompts, params, stream=False, **options)
-        inbox = self._submit_async(requests)
-        try:
-            chunks = [await self._next(inbox) for _ in requests]
-        finally:
-            self._forget(requests)
-        outputs = self._outputs(requests, chunks)
-        return outputs[0] if single and len(outputs) == 1 else outputs
-
-    async def achat(self, messages: Sequence, params: Params | Sequence[Params] = None, **options):
-        """`chat` for an event loop."""
-        single = not messages or not isinstance(messages[0], (list, tuple))
-        prompts = [self.chat_ids(conversation) for conversation in ([messages] if single else messages)]
-        return await self.agenerate(prompts[0] if single else prompts, params, **options)
-
-    async def astream(self, prompt: Prompt | Sequence[dict], params: Params = None, **options) -> AsyncIterator[Output]:
-        """`stream` for an event loop."""
-        requests = self._requests([self._encode(prompt)], params, stream=True, **options)
-        inbox, open_requests = self._submit_async(requests), {r.rid: r for r in requests}
-        try:
-            while open_requests:
-                chunk = await self._next(inbox)
-                yield _output(open_requests[chunk.rid], chunk)
-                if chunk.finish_reason:
-                    del open_requests[chunk.rid]
-        finally:
-            self._forget(requests)
-
-    def chat_ids(self, messages: Sequence[dict]) -> list[int]:
-        """The prompt that the model's chat template makes of a conversation."""
-        if self._template is None:
-            if not self.tokenizer.chat_template:
-                raise RequestError("this model has no chat template; use generate with a prompt of your own")
-            self._template = ChatTemplate(Codec(self.tokenizer.backend_tokenizer.to_str()), self.tokenizer.chat_template,
-                                          self.tokenizer.special_tokens_map)
-        if not all(isinstance(m, dict) for m in messages):
-            raise RequestError(f'messages are a list of {{"role": ..., "content": ...}}, got {show(messages)}', "messages")
-        return self._template.encode(read_messages([convert(m, Message) for m in messages]))
-
-    def shutdown(self) -> None:
-        """End the engine's thread; requests still running are lost."""
-        with self._lock:
-            self._closed = True
-        self._inbox.put(None)
-        self._thread.join()
-
-    def __enter__(self) -> "LLM":
-        return self
-
-    def __exit__(self, *_) -> None:
-        self.shutdown()
-
-    # -- requests out, chunks in ------------------------------------------------------------------------------------------------------
-
-    def _encode(self, prompt: Prompt | Sequence[dict]) -> Prompt:
-        is_chat = not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], dict)
-        return self.chat_ids(prompt) if is_chat else prompt
-
-    def _ids(self, prompt: Prompt) -> list[int]:
-        try:
-            if isinstance(prompt, bytes):
-                raise TypeError("bytes are neither")
-            return self.tokenizer.encode(prompt) if isinstance(prompt, str) else [operator.index(i) for i in prompt]
-        except (TypeError, UnicodeError) as error:
-            raise RequestError(f"a prompt is text (valid Unicode) or a list of token ids, got {show(prompt)}", "prompt") from error
-
-    def _requests(self, prompts: Sequence[Prompt], params, cache_salt: str | None = None, priority: int = 0, *, stream: bool) -> list[Request]:
-        """The requests of a call, all of them valid."""
-        each = list(params) if isinstance(params, (list, tuple)) else [params] * len(prompts)
-        if len(each) != len(prompts):
-            raise RequestError(f"{len(prompts)} prompts were given with {len(each)} params, expected one for all or one each", "params")
-        requests = []
-        for prompt, p in zip(prompts, each):
-            p = SamplingParams() if p is None else SamplingParams.from_dict(p) if isinstance(p, dict) else p
-            ids = self._ids(prompt)
-            for index in range(max(p.n, 1)):
-                requests.append(Request(rid=secrets.token_hex(8), prompt_ids=ids, params=p, index=index, stream=stream, priority=priority,
-                                        namespace=cache_salt or ""))
-                if index == 0:
-                    self.engine.validate(requests[-1])
-        return requests
-
-    def _submit(self, requests: list[Request], sink) -> None:
-        with self._lock:
-            if self._closed:
-                raise RuntimeError("the engine has ended") from self._crash
-            self._inbox.put((requests, sink))
-
-    def _submit_async(self, requests: list[Request]) -> asyncio.Queue:
-        inbox, loop = asyncio.Queue(), asyncio.get_running_loop()
-        self._submit(requests, lambda chunk: loop.call_soon_threadsafe(inbox.put_nowait, chunk))
-        return inbox
-
-    def _forget(self, requests: list[Request]) -> None:
-        """Abort what is left of a call that nobody waits for any more."""
-        self._inbox.put((requests, None))
-
-    def _collect(self, requests: list[Request], progress: bool | None) -> list[Output]:
-        inbox: queue.SimpleQueue = queue.SimpleQueue()
-        self._submit(requests, inbox.put)
-        chunks, tokens, start = [], 0, time.monotonic()
-        try:
-            with tqdm(total=len(requests), desc="requests", disable=None if progress is None else not progress) as bar:
-                for _ in requests:
-                    chunks.append(_checked(inbox.get()))
-                    tokens += len(chunks[-1].output_ids)
-                    bar.set_postfix_str(f"{tokens / (time.monotonic() - start):.0f} tok/s", refresh=False)
-                    bar.update()
-        finally:
-            if len(chunks) < len(requests):
-                self._forget(requests)
-        return self._outputs(requests, chunks)
-
-    @staticmethod
-    def _outputs(requests: list[Request], chunks: list[Chunk]) -> list[Output]:
-        by_id = {chunk.rid: chunk for chunk in chunks}
-        return [_output(request, by_id[request.rid]) for request in requests]
-
-    @staticmethod
-    def _pieces(requests: list[Request], get) -> Iterator[Output]:
-        open_requests = {r.rid: r for r in requests}
-        while open_requests:
-            chunk = _checked(get())
-            yield _output(open_requests[chunk.rid], chunk)
-            if chunk.finish_reason:
-                del open_requests[chunk.rid]
-
-    @staticmethod
-    async def _next(inbox: asyncio.Queue) -> Chunk:
-        return _checked(await inbox.get())
-
-    # -- the engine's thread -----------------------------------------------------------------------------------------------------------
-
-    def _run(self) -> None:
-        try:
-            while True:
-                while not self.engine.has_work or not self._inbox.empty():
-                    asked = self._inbox.get()
-                    if asked is None:
-                        return
-                    self._take_in(*asked)
-                for chunk in self.engine.step():
-                    self._hand_out(chunk)
-        except BaseException as error:
-            self._crash = error
-            log.exception("the engine has ended")
-        finally:
-            with self._lock:
-                self._closed = True
-            while not self._inbox.empty():
-                if (asked := self._inbox.get()) is not None and asked[1] is not None:
-                    self._sinks.update((request.rid, asked[1]) for request in asked[0])
-            for sink in list(self._sinks.values()):
-                self._tell(sink, RuntimeError("the engine was shut down") if self._crash is None else self._crash)
-
-    def _take_in(self, requests: list[Request], sink) -> None:
-        """Start requests for a sink; abort them where it is None."""
-        for request in requests:
-            if sink is None:
-                if self._sinks.pop(request.rid, None) is not None:
-                    self.engine.abort(request.rid)
-            else:
-                self._sinks[request.rid] = sink
-                self.engine.add(request)
-
-    def _hand_out(self, chunk: Chunk) -> None:
-        sink = self._sinks.pop(chunk.rid, None) if chunk.finish_reason else self._sinks.get(chunk.rid)
-        if sink is not None and not self._tell(sink, chunk):
-            self._sinks.pop(chunk.rid, None)
-            self.engine.abort(chunk.rid)
-
-    @staticmethod
-    def _tell(sink, message: Chunk | BaseException) -> bool:
-        """False where nobody listens any more (an event loop that was closed)."""
-        try:
-            sink(message)
-            return True
-        except RuntimeError:
-            return False
-
-
-def _is_single(prompts: Prompt | Sequence[Prompt]) -> bool:
-    """Whether this is one prompt (text or ids), not a list of prompts."""
-    if isinstance(prompts, (str, bytes)) or not hasattr(prompts, "__len__"):
-        return True
-    return len(prompts) > 0 and isinstance(prompts[0], numbers.Number)
-
-
-def _checked(chunk: Chunk | BaseException) -> Chunk:
-    if isinstance(chunk, BaseException):
-        raise RuntimeError("the engine has ended") from chunk
-    return chunk
-
-
-def _output(request: Request, chunk: Chunk) -> Output:
-    return Output(text=chunk.text, output_ids=chunk.output_ids, prompt_ids=request.prompt_ids, finish_reason=chunk.finish_reason,
-                  stop_reason=chunk.stop_reason, cached_tokens=chunk.cached_tokens, logprobs=chunk.logprobs,
-                  prompt_logprobs=chunk.prompt_logprobs, index=request.index, error=chunk.error)
-
-
 def _demo() -> None:
-    with LLM("demo", max_total_tokens=4096) as llm:
-        params = SamplingParams(max_tokens=12, temperature=0)
-        for prompt in ("1, 2, 3, 4, 5,", "1, 2, 3, 4, 5, 6, 7,"):
-            output = llm.generate(prompt, params)
-            print(f"{prompt!r} -> {output.text!r}  ({output.cached_tokens} of {len(output.prompt_ids)} prompt tokens came from the tree)")
-        print(llm.engine.scheduler.tree.render(llm.tokenizer.decode))
+    engine = Engine(EngineConfig("demo", max_total_tokens=4096))
+    params = SamplingParams(max_tokens=12, temperature=0)
+    for rid, prompt in (("a", "1, 2, 3, 4, 5,"), ("b", "1, 2, 3, 4, 5, 6, 7,")):
+        engine.add(Request(rid=rid, prompt_ids=engine.tokenizer.encode(prompt), params=params))
+    while engine.has_work:
+        print(" | ".join(f"{chunk.rid}: {chunk.text!r}" for chunk in engine.step()))
+        engine.check()
+    print(engine.scheduler.tree.render(engine.tokenizer.decode))
 
 
 if __name__ == "__main__":

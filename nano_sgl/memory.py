@@ -18,7 +18,7 @@ them must not be reused before that step has committed: `free` parks them under 
 
 The device rows (`Rows`) hold what the next step needs. The host never writes them at will: the scheduler collects a step's changes in
 `Writes`, and the engine applies them in stream order just before the step that needs them, so a step in flight never sees them move.
-Cost: three indexed copies a step, whatever the number of rows.
+Cost: one copy to the device (`Packed`, with all else that the step takes from the host) and three indexed ones, whatever the number of rows.
 
 Stops holding: one pool, one kind of KV. Windows, recurrent state and a host tier come as further pools that the same slots address.
 Source: paged KV is Kwon et al. 2023 (PagedAttention); the (row, position) table is SGLang's req_to_token pool.
@@ -26,6 +26,7 @@ Source: paged KV is Kwon et al. 2023 (PagedAttention); the (row, position) table
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -169,13 +170,41 @@ class Writes:
         self._slots = [w for w in self._slots if w[0] != row]
         self._lengths.pop(row, None)
 
+    @property
+    def rows(self) -> set[int]:
+        """The rows that they change."""
+        return {w[0] for w in self._tokens} | {w[0] for w in self._slots} | set(self._lengths)
+
+    def arrays(self) -> list[np.ndarray]:
+        """What `Rows.put` takes, as host arrays: (row, column, id) of tokens, (row, column, slot) of the table, (row, length). [n] ints each."""
+        lengths = np.array(list(self._lengths.items()), np.int64).reshape(-1, 2)
+        return [*self._flat(self._tokens), *self._flat(self._slots), lengths[:, 0], lengths[:, 1]]
+
     @staticmethod
     def _flat(writes: list[tuple[int, int, np.ndarray]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        if not writes:
+            return (np.empty(0, np.int64),) * 3
         lens = np.fromiter((len(w[2]) for w in writes), np.int64, len(writes))
         rows = np.repeat(np.fromiter((w[0] for w in writes), np.int64, len(writes)), lens)
         ends = np.cumsum(lens)
         first = np.repeat(np.fromiter((w[1] for w in writes), np.int64, len(writes)) - (ends - lens), lens)
-        return rows, first + np.arange(len(rows)), np.concatenate([w[2] for w in writes]).astype(np.int32, copy=False)
+        return rows, first + np.arange(len(rows)), np.concatenate([w[2] for w in writes])
+
+
+class Packed:
+    """Host integers on their way to the device: laid side by side in one buffer by whoever plans a step, sent in one copy by whoever runs it.
+
+    The buffer is pinned for a GPU, so that the copy waits for nothing, and written once, so that a step in flight may go on reading it.
+    """
+
+    def __init__(self, arrays: Sequence[np.ndarray], device: str):
+        self.device, self.lens = device, [len(a) for a in arrays]
+        self.buffer = torch.empty(sum(self.lens), dtype=torch.int64, pin_memory=device != "cpu")
+        np.concatenate(arrays, out=self.buffer.numpy())
+
+    def send(self) -> tuple[torch.Tensor, ...]:
+        """The arrays on the device, in their order. [n] int64 each."""
+        return self.buffer.to(self.device, non_blocking=True).split(self.lens)
 
 
 class Rows:
@@ -218,13 +247,17 @@ class Rows:
 
     def apply(self, writes: Writes) -> None:
         """Make one step's changes, in stream order. Mutates tokens, table, length."""
-        for target, wanted in ((self.tokens, writes._tokens), (self.table, writes._slots)):
-            if wanted:
-                rows, columns, values = (torch.from_numpy(a).to(self.device, non_blocking=True) for a in writes._flat(wanted))
-                target[rows, columns] = values
-        if writes._lengths:
-            rows = torch.tensor(list(writes._lengths), dtype=torch.int64).to(self.device, non_blocking=True)
-            self.length[rows] = torch.tensor(list(writes._lengths.values()), dtype=torch.int32).to(self.device, non_blocking=True)
+        self.put(*Packed(writes.arrays(), self.device).send())
+
+    def put(self, token_rows: torch.Tensor, token_columns: torch.Tensor, ids: torch.Tensor, slot_rows: torch.Tensor, slot_columns: torch.Tensor,
+            slots: torch.Tensor, length_rows: torch.Tensor, lengths: torch.Tensor) -> None:
+        """`apply`, of what `Writes.arrays` has sent ahead. [n] int64 each, on the device."""
+        if len(ids):
+            self.tokens[token_rows, token_columns] = ids.to(torch.int32)
+        if len(slots):
+            self.table[slot_rows, slot_columns] = slots.to(torch.int32)
+        if len(lengths):
+            self.length[length_rows] = lengths.to(torch.int32)
 
 
 def _demo() -> None:

@@ -39,6 +39,7 @@ from msgspec import UNSET, UnsetType
 
 MAX_SAMPLES = 128            # n
 MAX_STOPS = 32               # stop strings, and stop patterns
+MAX_STOP_IDS = 4096
 MAX_STOP_CHARS = 4096        # of one stop string: text that could begin it is held back and compared at every step
 MAX_PATTERN_BYTES = 256      # of one stop pattern, in UTF-8
 MAX_PATTERN_SIZE = 2**14     # bytes of all stop patterns together with counted repeats written out, which is how `regex` compiles
@@ -185,6 +186,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_f
                           f"patterns that with their counted repeats written out have at most {MAX_PATTERN_SIZE} bytes")
         self.stop_patterns()
         _verify_ids("stop_token_ids", self.stop_token_ids, vocab_size)
+        if len(self.stop_token_ids or ()) > MAX_STOP_IDS:
+            raise RequestError(f"stop_token_ids must have at most {MAX_STOP_IDS} entries; got {len(self.stop_token_ids)}", "stop_token_ids")
         _verify_bias(self.logit_bias, vocab_size)
 
     @property
@@ -253,7 +256,9 @@ class Chunk(msgspec.Struct, kw_only=True, tag=True):
     cached_tokens: int = 0
     logprobs: list[Logprob] | None = None
     prompt_logprobs: list[Logprob] | None = None   # on the first chunk
-    error: str | None = None
+    error: str | None = None              # why, where finish_reason is "error", or "abort" because of a time-out
+    status: int = 500                     # the HTTP code that says what kind of error it is
+    param: str | None = None              # the field of the request that is to blame for it
 
 
 class Output(msgspec.Struct, kw_only=True):
@@ -300,15 +305,27 @@ def convert(fields: dict[str, Any], kind: type) -> Any:
         if isinstance(error.__cause__, RequestError):
             raise error.__cause__ from None
         text, _, path = str(error).partition(" - at ")      # "Expected `int`, got `str` - at `$.n`" or "... - at `key` in `$.x`"
-        name = path.rpartition("$")[2].strip(".`").partition(".")[0].partition("[")[0]
-        what = text.replace("`", "").replace("Expected", "expected", 1).replace(" | ", " or ")
-        raise RequestError(f"{name}: {what} ({show(fields.get(name))})", name or None) from None
+        steps = re.findall(r"\.(\w+)|\[(\d+)\]", path.rpartition("$")[2])
+        value = functools.reduce(_inside, steps, fields)
+        where = "".join(f".{name}" if name else f"[{n}]" for name, n in steps).removeprefix(".")
+        what = text.replace("`", "").replace("Expected", "expected").replace(" | ", " or ").replace("Object contains", "it has the")
+        what = what.replace("Object missing required", "it lacks the")
+        raise RequestError(f"{where or 'the body'}: {what} ({show(value)})", steps[0][0] if steps else None) from None
 
 
-def check_range(name: str, value: object) -> None:
-    """Raise RequestError unless the number `value` lies in RANGES[name]."""
-    if not RANGES[name].holds(value):
-        raise refusal(name, value, str(RANGES[name]))
+def _inside(value: Any, step: tuple[str, str]) -> Any:
+    """One step of a path into parsed JSON: a name, or an index. What does not lead on stays where it is."""
+    try:
+        return value[step[0]] if step[0] else value[int(step[1])]
+    except (KeyError, IndexError, TypeError):
+        return value
+
+
+def check_range(name: str, value: object, like: str | None = None) -> None:
+    """Raise RequestError unless the number `value` lies in RANGES[name], or that of the field it is `like`."""
+    within = RANGES[like or name]
+    if not within.holds(value):
+        raise refusal(name, value, str(within))
 
 
 def refusal(name: str, value: object, expected: str) -> RequestError:
@@ -423,7 +440,8 @@ class Abort(msgspec.Struct, tag=True):
 
 
 class Control(msgspec.Struct, tag=True):
-    """HTTP process -> engine process: one of the engine's own verbs, "stats" or "flush_cache"; answered by a Reply of the same id."""
+    """HTTP process -> engine process: one of the engine's own verbs ("stats", "flush_cache", "probe"); answered by a Reply of the
+    same id."""
 
     id: int
     verb: str
@@ -442,7 +460,7 @@ class Ready(msgspec.Struct, kw_only=True, tag=True):
     chat_template: str | dict[str, str] | None
     special_tokens: dict[str, str]        # bos_token, eos_token, ...: names that a chat template may use
     generation_defaults: dict[str, int | float]   # sampling values the model's makers recommend
-    config: dict[str, Any]                # the engine's flags
+    config: dict[str, Any]                # the engine's flags, with the values in force
 
 
 class Rejected(msgspec.Struct, kw_only=True, tag=True):

@@ -31,6 +31,7 @@ from __future__ import annotations
 import bisect
 import collections
 import random
+import time
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 
@@ -73,6 +74,8 @@ class Req:
             self.prompt_logprobs_from = request.params.logprob_start_len
         self.counted_len = 0              # tokens whose nodes have been given this request's hit
         self.retractions = 0
+        self.queued_at = 0.0              # seconds on the scheduler's clock
+        self.started_at: float | None = None    # when it got its first row
         self.suspect = False              # it was part of a step that failed: it runs alone from now on
         self.spoiled = False              # its KV is no good: not numbers, or never computed
         self._key = b""
@@ -217,11 +220,12 @@ class Scheduler:
     """Owns the queue, the tree, the free list and the host side of the rows.
 
     token_budget: tokens a step (`--chunked-prefill-size`). reserve: columns beyond the known length that a running row keeps, so that a step
-    can be launched before the last one's tokens are known.
+    can be launched before the last one's tokens are known. waiting_timeout, running_timeout: seconds on `clock`, see `expire`.
     """
 
     def __init__(self, *, tree: Tree, slots: SlotAllocator, rows: Rows, token_budget: int, max_running: int, context_len: int,
-                 schedule_policy: str = "fcfs", cache: bool = True, reserve: int = 2, seed: int = 0):
+                 schedule_policy: str = "fcfs", cache: bool = True, reserve: int = 2, seed: int = 0, waiting_timeout: float | None = None,
+                 running_timeout: float | None = None, clock: Callable[[], float] = time.monotonic):
         if schedule_policy not in POLICIES:
             raise ValueError(f"schedule policy {schedule_policy!r} is unknown; known are {', '.join(POLICIES)}")
         if POLICIES[schedule_policy].needs_tree and not cache:
@@ -233,6 +237,7 @@ class Scheduler:
         self.page = slots.page_size
         self.max_total_len = min(context_len, slots.capacity)
         self.policy = POLICIES[schedule_policy]
+        self.waiting_timeout, self.running_timeout, self.clock = waiting_timeout, running_timeout, clock
         self.random = random.Random(seed)
         self.waiting: list[Req] = []      # both in order of arrival
         self.running: list[Req] = []      # those that are leaving included
@@ -270,6 +275,7 @@ class Scheduler:
             raise RequestError(f"request id {request.rid!r} is already in use", "rid")
         room, wanted = self.max_total_len - len(request.prompt_ids), request.params.max_tokens
         req = Req(request, room if wanted is None else min(wanted, room), self._arrivals, seed)
+        req.queued_at = self.clock()
         self._arrivals += 1
         self._events += 1
         self.waiting.append(req)
@@ -284,6 +290,20 @@ class Scheduler:
             if not req.in_flight:
                 self._land(req)
         return req
+
+    def expire(self) -> list[Req]:
+        """End, as `abort` does, the requests whose time is up: `waiting_timeout` without a first row, `running_timeout` since they got it (a
+        retracted request that waits again runs on). Returns them."""
+        if self.waiting_timeout is None and self.running_timeout is None:
+            return []
+        now, late = self.clock(), []
+        for req in self.reqs.values():
+            since, limit = (req.queued_at, self.waiting_timeout) if req.started_at is None else (req.started_at, self.running_timeout)
+            if limit is not None and now - since > limit:
+                late.append(req)
+        for req in late:
+            self.abort(req.rid)
+        return late
 
     @property
     def has_work(self) -> bool:
@@ -450,6 +470,8 @@ class Scheduler:
         self.waiting.remove(req)
         bisect.insort(self.running, req, key=lambda r: r.arrival)
         req.state, req.node, req.row = "running", node, self.rows.alloc()
+        if req.started_at is None:
+            req.started_at = self.clock()
         req.own_start, req.own, req.computed_len = 0, [], 0
         self._writes.tokens(req.row, 0, req.ids())
         self._take_path(req, node)
@@ -596,16 +618,22 @@ class Scheduler:
                 self._land(req)
 
     def fail(self, batches: list[Batch]) -> list[Req]:
-        """The steps in flight did not run: take their nodes back and queue their requests again, each to run alone, so that one that always
-        fails takes no other with it. Returns those that did run alone: they are ended now."""
+        """The steps in flight, all of them, did not run: take their nodes back and queue their requests again, each to run alone, so that one
+        that always fails takes no other with it. Returns those that did run alone: they are ended now.
+
+        Rows that sat these steps out are queued again too: they may have adopted nodes of these steps, and what these steps were to write
+        to their rows is lost.
+        """
         reqs = list(dict.fromkeys(req for batch in batches for req in batch.reqs))
         for batch in batches:
             self.slots.commit(batch.step)
             self.rows.commit(batch.step)
         alone = [req for req in reqs if req.suspect and len(reqs) == 1 and req.leaving != "done"]
         for req in reqs:
-            req.in_flight = 0
             req.suspect = True
+        taken = list(self.running)
+        for req in taken:
+            req.in_flight = 0
             if req in alone:
                 self._end(req)
             elif req.leaving != "done":
@@ -614,7 +642,7 @@ class Scheduler:
             self._release(req)
         for batch in batches:
             self.slots.free(self.tree.remove_step(batch.step))
-        for req in reqs:
+        for req in taken:
             self._land(req)
         return alone
 
@@ -654,6 +682,11 @@ class Scheduler:
                 shared.append(run)
         self._layout_key, self._layout = key, (order, shared)
         return order, shared
+
+    @property
+    def unwritten_rows(self) -> set[int]:
+        """For the audit: rows whose changes wait for the next step that is launched."""
+        return self._writes.rows
 
     def check(self) -> None:
         """Prove that free list, tree, rows and limbo partition the pool, and that every row's slots are the tree's and its own."""

@@ -31,6 +31,8 @@ Sources: the safetensors README (Hugging Face), the GGUF specification and conve
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import hashlib
 import json
 import math
@@ -50,7 +52,6 @@ from pathlib import Path
 import gguf
 import numpy as np
 import torch
-from filelock import FileLock
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from tqdm import tqdm
 
@@ -68,6 +69,7 @@ CHUNK_ELEMENTS = 2**23  # how much of a tensor is dequantised at once
 
 HUB_FILES = ["*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json", "tokenizer*",
              "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "chat_template*"]
+HUB_TIMEOUT_S = 5.0  # in which the hub must answer, or only earlier downloads count
 HUB_IGNORED = ["consolidated*", "original/*", "onnx/*", "*.bin", "*.pth"]  # second copies in other formats
 
 
@@ -129,13 +131,20 @@ def _check_directory(path: Path) -> Path:
 
 
 def _fetch_from_hub(repo_id: str) -> Path:
-    from huggingface_hub import snapshot_download  # slow to import, and only needed here
+    import huggingface_hub  # slow to import, and only needed here
 
+    print(f"nano_sgl: {repo_id} is no local directory; asking the Hugging Face hub", file=sys.stderr, flush=True)
+    reason = None
     try:
-        return Path(snapshot_download(repo_id, allow_patterns=HUB_FILES, ignore_patterns=HUB_IGNORED))
-    except Exception as error:  # the client raises a dozen unrelated types: network, authentication, name, disk
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ModelError(f"{repo_id!r} is not a local directory and could not be fetched from the Hugging Face hub ({reason}); "
+        huggingface_hub.HfApi().repo_info(repo_id, timeout=HUB_TIMEOUT_S)
+    except Exception as error:  # the client raises a dozen unrelated types: network, authentication, name
+        reason = error          # an earlier download may be there all the same
+    try:
+        return Path(huggingface_hub.snapshot_download(repo_id, allow_patterns=HUB_FILES, ignore_patterns=HUB_IGNORED,
+                                                      local_files_only=reason is not None))
+    except Exception as error:
+        lines = str(reason or error).strip().splitlines() or [type(reason or error).__name__]
+        raise ModelError(f"{repo_id!r} is not a local directory and could not be fetched from the Hugging Face hub ({lines[0]}); "
                          "without a network, use 'demo', a directory or a GGUF file") from error
 
 
@@ -264,6 +273,8 @@ def _read_header(file: Path) -> dict[str, StoredTensor]:
         if start < 0 or 8 + length + end > size:
             raise ModelError(f"{file} is cut short: tensor {name} should end at byte {8 + length + end}, the file has {size}")
         tensors[name] = StoredTensor(file, dtype, shape, 8 + length + start, 8 + length + end)
+    if extra := size - max((tensor.end for tensor in tensors.values()), default=8 + length):
+        raise ModelError(f"{file} has {extra} bytes behind its last tensor: it is not the file that its header describes")
     return tensors
 
 
@@ -327,7 +338,7 @@ def _prepare(target: Path, build: Callable[[Path], None], what: str) -> Path:
         return target
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(f"{target}.lock"):
+        with _lock(Path(f"{target}.lock"), what):
             if _is_prepared(target):
                 return target
             for left_behind in target.parent.glob(f"{target.name}.partial-*"):  # by a process that was killed: we hold the lock
@@ -345,6 +356,27 @@ def _prepare(target: Path, build: Callable[[Path], None], what: str) -> Path:
         raise ModelError(f"{what} could not be prepared in {target.parent}: {error.strerror or error} "
                          "(NANO_SGL_CACHE names another place)") from error
     return target
+
+
+@contextlib.contextmanager
+def _lock(file: Path, what: str) -> Iterator[None]:
+    """Hold a lock that only one process can hold. Its file goes with it: who has waited for a file that is gone tries the next."""
+    while True:
+        held = os.open(file, os.O_CREAT | os.O_RDWR)
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print(f"nano_sgl: another process prepares {what}; waiting for it", file=sys.stderr, flush=True)
+            fcntl.flock(held, fcntl.LOCK_EX)
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(held), file.stat()):
+                break
+        os.close(held)
+    try:
+        yield
+    finally:
+        file.unlink()
+        os.close(held)
 
 
 def _is_prepared(target: Path) -> bool:
@@ -535,7 +567,7 @@ def convert_gguf(file: Path, folder: Path) -> None:
             raise
         except Exception as error:  # the tokenizers library raises bare Exception for merges that do not fit the vocabulary
             raise ModelError(f"the tokenizer inside {file} is damaged: {error!r}") from error
-        tokenizer.save(os.fspath(folder / "tokenizer.json"))
+        (folder / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")  # its own `save` hides what went wrong
         _write_json(folder / "tokenizer_config.json", tokenizer_config | {"model_max_length": config["max_position_embeddings"]})
 
 

@@ -11,13 +11,14 @@ from nano_sgl.scheduler import Batch, Req, Scheduler
 
 
 class Driver:
-    """`depth`: how many steps may be in flight while the next is planned (0: in line)."""
+    """`depth`: how many steps may be in flight while the next is planned (0: in line). `now`: the scheduler's clock, in seconds."""
 
-    def __init__(self, *, pool=1000, page=1, budget=64, max_running=8, context=400, policy="fcfs", cache=True, depth=0, seed=0):
+    def __init__(self, *, pool=1000, page=1, budget=64, max_running=8, context=400, policy="fcfs", cache=True, depth=0, seed=0, **timeouts):
         self.slots, self.tree = SlotAllocator(pool, page), Tree(page)
         self.rows = Rows(max_running, -(-context // page) * page, "cpu")
         self.scheduler = Scheduler(tree=self.tree, slots=self.slots, rows=self.rows, token_budget=budget, max_running=max_running,
-                                   context_len=context, schedule_policy=policy, cache=cache, seed=seed)
+                                   context_len=context, schedule_policy=policy, cache=cache, seed=seed, clock=lambda: self.now, **timeouts)
+        self.now = 0.0
         self.depth, self.flights, self.random, self.made = depth, [], random.Random(seed), 0
 
     def add(self, ids, max_tokens=4, **fields) -> Req:

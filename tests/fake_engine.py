@@ -5,10 +5,12 @@
 
 Words in a prompt: CRASH (the process dies at the third token), FAIL (the request fails there), RAISE (the step raises), REJECT (`add` refuses),
 BROKEN (`add` raises something else), SLOW (20 ms a token), MUTE (never says anything), BAD (`check` finds the books wrong), UNFIT (the
-third token's text does not fit the wire).
+third token's text does not fit the wire), LATE (a time-out ends the request at the third token), WAIT (it waits in the queue while any other
+request is there).
+
+In the environment, in seconds: FAKE_HEALTH_TIMEOUT, what /health_generate waits, and FAKE_RESTART_DELAY, before the first restart.
 """
 
-import argparse
 import asyncio
 import os
 import sys
@@ -17,8 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
-from nano_sgl import server
+from nano_sgl import process, server
 from nano_sgl.chat import CHATML, byte_tokenizer
+from nano_sgl.config import ServerConfig, parse
 from nano_sgl.protocol import Chunk, Logprob, Request, RequestError
 
 CONTEXT = 512
@@ -78,7 +81,9 @@ class FakeEngine:
         self.scripts: dict[str, Script] = {}
         self.seen: set = set()
         self.broken = False
-        self.counts = {"prompt_tokens": 0, "cached_tokens": 0, "output_tokens": 0, "computed_tokens": 0, "aborted": 0, "last_params": None}
+        self.counts = {"prompt_tokens": 0, "cached_tokens": 0, "output_tokens": 0, "computed_tokens": 0, "finished": 0, "aborted": 0,
+                       "last_params": None}
+        self.outbox: list[Chunk] = []
 
     def add(self, request: Request) -> None:
         script = Script(self, request)
@@ -91,17 +96,29 @@ class FakeEngine:
                                       "priority": request.priority, "routing_key": request.routing_key, "namespace": request.namespace}
 
     def abort(self, rid: str) -> bool:
-        self.counts["aborted"] += rid in self.scripts
-        return self.scripts.pop(rid, None) is not None
+        script = self.scripts.pop(rid, None)
+        if script is not None:
+            self.counts["aborted"] += 1
+            self.counts["finished"] += 1
+            self.outbox.append(Chunk(rid=rid, finish_reason="abort"))
+        return script is not None
 
     @property
     def has_work(self) -> bool:
-        return bool(self.scripts)
+        return bool(self.scripts or self.outbox)
+
+    def waiting(self) -> list[str]:
+        return [rid for rid, s in self.scripts.items() if "WAIT" in s.prompt and len(self.scripts) > 1]
 
     def step(self) -> list[Chunk]:
-        chunks = []
+        chunks, self.outbox, waiting = self.outbox, [], self.waiting()
         time.sleep(0.02 if any("SLOW" in s.prompt or "MUTE" in s.prompt for s in self.scripts.values()) else 0.001)
         for rid, script in list(self.scripts.items()):
+            if rid in waiting:
+                continue
+            if script.seen == 0:
+                self.counts["prompt_tokens"] += len(script.request.prompt_ids)
+                self.counts["computed_tokens"] += len(script.request.prompt_ids)
             if script.seen == 3 and "CRASH" in script.prompt:
                 os._exit(3)
             if script.seen == 3 and "RAISE" in script.prompt:
@@ -109,15 +126,23 @@ class FakeEngine:
                 raise RuntimeError("a bug in step")
             if script.seen == 3 and "FAIL" in script.prompt:
                 chunks.append(Chunk(rid=rid, finish_reason="error", error="the fake engine failed on this request"))
-            elif "MUTE" not in script.prompt and (chunk := script.next()) is not None:
+            elif script.seen == 3 and "LATE" in script.prompt:
+                chunks.append(Chunk(rid=rid, text="d", finish_reason="abort", error="the request ran longer than it may", status=504))
+            elif "MUTE" not in script.prompt:
+                seen, chunk = script.seen, script.next()
+                self.counts["output_tokens"] += script.seen - seen
+                if chunk is None:
+                    continue
                 chunks.append(chunk)
-                self.counts["output_tokens"] += len(chunk.output_ids)
                 if script.seen == 3 and "UNFIT" in script.prompt:
                     chunk.text = "\ud800"
         for chunk in chunks:
-            if chunk.finish_reason:
-                del self.scripts[chunk.rid]
+            if chunk.finish_reason and self.scripts.pop(chunk.rid, None) is not None:
+                self.counts["finished"] += 1
         return chunks
+
+    def in_force(self) -> dict:
+        return {"model": "fake", "context_length": CONTEXT}
 
     def flush_cache(self) -> bool:
         if not self.scripts:
@@ -125,7 +150,8 @@ class FakeEngine:
         return not self.scripts
 
     def stats(self) -> dict:
-        return {"running": len(self.scripts), "waiting": 0, "kv_capacity": 1000, "kv_free": 900, "kv_cached": 50, **self.counts}
+        waiting = len(self.waiting())
+        return {"running": len(self.scripts) - waiting, "waiting": waiting, "kv_capacity": 1000, "kv_free": 900, "kv_cached": 50, **self.counts}
 
     def check(self) -> None:
         assert not self.broken, "the books are wrong"
@@ -133,13 +159,15 @@ class FakeEngine:
 
 def main() -> int:
     if sys.argv[1] == "child":
+        [config] = parse(sys.argv[2:-1], ServerConfig)
         server.set_up_logging("info")
-        return server.engine_main(sys.argv[2], FakeEngine)
-    parser = argparse.ArgumentParser()
-    server.add_flags(parser, server.ServerConfig)
-    config = server.pick(server.ServerConfig, parser.parse_args(sys.argv[2:]))
+        return process.engine_main(sys.argv[-1], FakeEngine, config.max_queued_requests)
+    [config] = parse(sys.argv[2:], ServerConfig)
     server.set_up_logging(config.log_level)
-    return asyncio.run(server.serve(config, server.listen(config.host, config.port), [sys.executable, __file__, "child"]))
+    server.HEALTH_TIMEOUT_S = float(os.environ.get("FAKE_HEALTH_TIMEOUT", server.HEALTH_TIMEOUT_S))
+    process.RESTART_DELAY_S = float(os.environ.get("FAKE_RESTART_DELAY", 0.02))
+    command = [sys.executable, __file__, "child", *sys.argv[2:]]
+    return asyncio.run(server.serve(config, server.listen(config.host, config.port), command))
 
 
 if __name__ == "__main__":

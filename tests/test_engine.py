@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import engines
-from engines import plain, request, run
+from engines import close, params, plain, prompt, request, run, same, workload
 from nano_sgl.engine import EngineConfig
 from nano_sgl.protocol import RequestError, SamplingParams
 
@@ -18,53 +18,10 @@ def path(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def reference(path):
-    """Answers of the plain engine, one request at a time."""
-    engine, known = plain(path), {}
-
-    def answer(r):
-        key = (tuple(r.prompt_ids), repr(r.params), r.index)
-        if key not in known:
-            known[key] = run(engine, [request(r.rid, r.prompt_ids, r.params, index=r.index)])[r.rid]
-        return known[key]
-    return answer
-
-
-def params(**kw):
-    return SamplingParams(**({"temperature": 0, "max_tokens": 24, "ignore_eos": True} | kw))
-
-
-def prompt(n, seed):
-    rng = random.Random(seed)
-    return [rng.randrange(256) for _ in range(n)]
+    return engines.Reference(path)
 
 
 # ----------------------------------------------------------------------------------------------------------------- equivalence
-
-MIX = [dict(), dict(temperature=0.8, seed=3), dict(temperature=1.5, top_k=20, seed=4), dict(temperature=1, top_p=0.8, seed=5),
-       dict(temperature=1, min_p=0.1, seed=6), dict(frequency_penalty=1.5, presence_penalty=0.5), dict(repetition_penalty=1.4, temperature=0.7, seed=7),
-       dict(logit_bias={65: 4.0, 66: -100}, temperature=0.9, seed=8), dict(min_tokens=10, ignore_eos=False, temperature=1.3, seed=9),
-       dict(max_tokens=1), dict(logprobs=3), dict(prompt_logprobs=2, logprobs=0, temperature=1, seed=10)]
-
-
-def workload(seed, count=28):
-    rng = random.Random(seed)
-    heads = [prompt(rng.choice([5, 40, 90]), 100 + i) for i in range(4)] + [[]]
-    requests = []
-    for i in range(count):
-        ids = [*rng.choice(heads), *prompt(rng.randrange(1, 40), rng.randrange(12))]
-        mix = dict(max_tokens=rng.choice([1, 8, 30])) | rng.choice(MIX)
-        mix["min_tokens"] = min(mix.get("min_tokens", 0), mix["max_tokens"])
-        scoring = dict(max_tokens=0, prompt_logprobs=rng.choice([None, 0]))
-        requests.append(request(f"q{i}", ids, params(**(mix if rng.random() < 0.8 else scoring))))
-    return requests
-
-
-def close(a, b):
-    assert [x.token_id for x in a] == [x.token_id for x in b]
-    for x, y in zip(a, b):
-        assert (x.logprob is None) == (y.logprob is None) and (x.logprob is None or abs(x.logprob - y.logprob) < 1e-4)
-        assert [t for t, _ in x.top] == [t for t, _ in y.top]
-
 
 @pytest.mark.parametrize("flags", [
     dict(),
@@ -83,11 +40,7 @@ def test_any_engine_gives_the_answers_of_the_plain_one(path, reference, flags):
         engine.scheduler.ratio = 0.1
         answers = run(engine, requests)
         for r in requests:
-            got, expected = answers[r.rid], reference(r)
-            assert (got.ids, got.text, got.reason) == (expected.ids, expected.text, expected.reason), r
-            close(got.logprobs, expected.logprobs)
-            assert (got.prompt_logprobs is None) == (expected.prompt_logprobs is None)
-            close(got.prompt_logprobs or [], expected.prompt_logprobs or [])
+            same(answers[r.rid], reference(r))
 
 
 @pytest.mark.parametrize("depth", [1, 2])

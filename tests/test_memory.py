@@ -5,7 +5,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from nano_sgl.memory import KVPool, Rows, SlotAllocator, Writes
+from nano_sgl.memory import KVPool, Packed, Rows, SlotAllocator, Writes
 
 
 def test_slots_come_in_whole_consecutive_pages_and_never_from_the_padding_page():
@@ -91,12 +91,24 @@ def test_writes_reach_the_rows_and_a_forgotten_row_is_left_alone():
         writes.slots(row, row, np.array([7, 8], np.int32))
         writes.length(row, row)
     writes.forget(2)
+    assert writes.rows == {1, 3}
     writes.tokens(2, 0, np.array([99], np.int32))  # another request has the row now
     rows.apply(writes)
     assert rows.tokens[1, :6].tolist() == [1, 2, 3, 4, 5, 0]
     assert rows.tokens[2, :3].tolist() == [99, 0, 0]
     assert rows.table[3].tolist() == [0, 0, 0, 7, 8, 0, 0, 0, 0, 0] and rows.table[2].sum() == 0
     assert rows.length.tolist() == [0, 1, 0, 3, 0]
+
+
+def test_what_is_packed_arrives_in_its_order_and_nothing_may_be_empty_handed():
+    arrays = [np.arange(3, dtype=np.int32), np.empty(0, np.int64), np.array([2**40]), np.array([True, False])]
+    sent = Packed(arrays, "cpu").send()
+    assert [t.tolist() for t in sent] == [[0, 1, 2], [], [2**40], [1, 0]] and all(t.dtype == torch.int64 for t in sent)
+    rows = Rows(max_requests=1, columns=4, device="cpu")
+    rows.apply(Writes())
+    assert not rows.tokens.any() and not rows.table.any() and not rows.length.any()
+    arrays[0][:] = 9  # the host goes on; what was packed stays
+    assert sent[0].tolist() == [0, 1, 2]
 
 
 def test_rows_wait_in_limbo_too():

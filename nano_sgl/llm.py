@@ -1,0 +1,317 @@
+"""LLM: the engine as a Python object, in a thread of its own, for callers in any thread and any event loop.
+
+      generate, stream           agenerate, astream
+        | queue.SimpleQueue        | call_soon_threadsafe into an asyncio.Queue
+        +---------- a *sink* takes the chunks of one call -----------+
+                                                                     |
+      _submit --> inbox --> [engine's thread: _take_in, Engine.step, _hand_out] --> sink
+
+The engine wants to be called from one thread, and a batch only forms where calls meet: so there is one loop, and what users call puts requests
+into its inbox and waits for chunks. A call is a list of requests (n samples of every prompt) with one sink; a request ends with a chunk that
+has a finish_reason, and a call when all its requests have ended. Who stops waiting (a closed iterator, a cancelled task) sends its requests
+once more, without a sink: abort.
+
+Invariant: each request of a call that was submitted gets exactly one last chunk, or the call gets the exception that ended the engine. After
+`shutdown` nothing enters the inbox, and what had entered is told.
+
+Cost: two queue operations a chunk. Stops holding: one process, whose Python threads take turns; a server puts the engine into another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import numbers
+import operator
+import queue
+import secrets
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import fields
+
+from tqdm import tqdm
+
+from .chat import ChatTemplate, Codec, Message, read_messages
+from .config import EngineConfig
+from .engine import Engine
+from .protocol import Chunk, Output, Request, RequestError, SamplingParams, convert, show
+
+log = logging.getLogger("nano_sgl")
+
+Prompt = str | Sequence[int]
+Params = SamplingParams | dict | None
+
+
+class LLM:
+    """The engine as a Python object. Every engine flag is a keyword:
+
+        llm = LLM("demo", dtype="float32")
+        llm.generate("The capital of France is", SamplingParams(max_tokens=8, temperature=0)).text
+
+    The engine runs in a thread of its own, so all methods may be called from any thread or event loop, and requests of different calls share
+    batches and cache. `shutdown`, or leaving the context, ends it.
+    """
+
+    def __init__(self, model: str = "demo", *, dtype: str = "auto", **flags):
+        known = {f.name for f in fields(EngineConfig)}
+        if unknown := sorted(set(flags) - known):
+            raise TypeError(f"LLM does not know {', '.join(unknown)}; its keywords are {', '.join(sorted(known))}")
+        self.engine = Engine(EngineConfig(model=str(model), dtype=dtype, **flags))
+        self.tokenizer = self.engine.tokenizer
+        self._template: ChatTemplate | None = None
+        self._inbox: queue.SimpleQueue = queue.SimpleQueue()  # (requests, sink) to start, (requests, None) to abort; None: end
+        self._sinks: dict[str, object] = {}                   # request id -> what takes its chunks
+        self._crash: BaseException | None = None
+        self._closed = False                                  # guarded by the lock: after it nothing enters the inbox
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._run, name="nano_sgl engine", daemon=True)
+        self._thread.start()
+
+    # -- what a user calls -----------------------------------------------------------------------------------------------------------
+
+    def generate(self, prompts: Prompt | Sequence[Prompt], params: Params | Sequence[Params] = None, *, cache_salt: str | None = None,
+                 priority: int = 0, progress: bool | None = None) -> Output | list[Output]:
+        """Complete prompts (text, or token ids). One prompt gives one Output, a list a list in the same order; `n` samples of a prompt are
+        neighbours in the list, told apart by `index`.
+
+        params: for all prompts, or a list of one each. progress: a bar on stderr (None: for lists, on a terminal).
+        RequestError where a request cannot be served; none has been started then.
+        """
+        single = _is_single(prompts)
+        requests = self._requests([prompts] if single else prompts, params, cache_salt, priority, stream=False)
+        outputs = self._collect(requests, progress if progress is not None else None if len(requests) > 1 else False)
+        return outputs[0] if single and len(outputs) == 1 else outputs
+
+    def chat(self, messages: Sequence, params: Params | Sequence[Params] = None, **options) -> Output | list[Output]:
+        """Answer a conversation (a list of {"role", "content"}), or a list of conversations. As `generate` otherwise."""
+        single = not messages or not isinstance(messages[0], (list, tuple))
+        prompts = [self.chat_ids(conversation) for conversation in ([messages] if single else messages)]
+        return self.generate(prompts[0] if single else prompts, params, **options)
+
+    def stream(self, prompt: Prompt | Sequence[dict], params: Params = None, **options) -> Iterator[Output]:
+        """One prompt or conversation, piece by piece: each Output holds what is new (text, output_ids, logprobs); the last of each `index`
+        has a finish_reason. Closing the iterator aborts the request."""
+        inbox: queue.SimpleQueue = queue.SimpleQueue()
+        requests = self._requests([self._encode(prompt)], params, stream=True, **options)
+        self._submit(requests, inbox.put)
+        try:
+            yield from self._pieces(requests, inbox.get)
+        finally:
+            self._forget(requests)
+
+    async def agenerate(self, prompts: Prompt | Sequence[Prompt], params: Params | Sequence[Params] = None, **options):
+        """`generate` for an event loop; cancelling the task aborts its requests."""
+        single = _is_single(prompts)
+        requests = self._requests([prompts] if single else prompts, params, stream=False, **options)
+        inbox = self._submit_async(requests)
+        try:
+            chunks = [await self._next(inbox) for _ in requests]
+        finally:
+            self._forget(requests)
+        outputs = self._outputs(requests, chunks)
+        return outputs[0] if single and len(outputs) == 1 else outputs
+
+    async def achat(self, messages: Sequence, params: Params | Sequence[Params] = None, **options):
+        """`chat` for an event loop."""
+        single = not messages or not isinstance(messages[0], (list, tuple))
+        prompts = [self.chat_ids(conversation) for conversation in ([messages] if single else messages)]
+        return await self.agenerate(prompts[0] if single else prompts, params, **options)
+
+    async def astream(self, prompt: Prompt | Sequence[dict], params: Params = None, **options) -> AsyncIterator[Output]:
+        """`stream` for an event loop."""
+        requests = self._requests([self._encode(prompt)], params, stream=True, **options)
+        inbox, open_requests = self._submit_async(requests), {r.rid: r for r in requests}
+        try:
+            while open_requests:
+                chunk = await self._next(inbox)
+                yield _output(open_requests[chunk.rid], chunk)
+                if chunk.finish_reason:
+                    del open_requests[chunk.rid]
+        finally:
+            self._forget(requests)
+
+    def chat_ids(self, messages: Sequence[dict]) -> list[int]:
+        """The prompt that the model's chat template makes of a conversation."""
+        if self._template is None:
+            if not self.tokenizer.chat_template:
+                raise RequestError("this model has no chat template; use generate with a prompt of your own")
+            self._template = ChatTemplate(Codec(self.tokenizer.backend_tokenizer.to_str()), self.tokenizer.chat_template,
+                                          self.tokenizer.special_tokens_map)
+        if not all(isinstance(m, dict) for m in messages):
+            raise RequestError(f'messages are a list of {{"role": ..., "content": ...}}, got {show(messages)}', "messages")
+        return self._template.encode(read_messages([convert(m, Message) for m in messages]))
+
+    def shutdown(self) -> None:
+        """End the engine's thread; requests still running are lost."""
+        with self._lock:
+            self._closed = True
+        self._inbox.put(None)
+        self._thread.join()
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.shutdown()
+
+    # -- requests out, chunks in ------------------------------------------------------------------------------------------------------
+
+    def _encode(self, prompt: Prompt | Sequence[dict]) -> Prompt:
+        is_chat = not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], dict)
+        return self.chat_ids(prompt) if is_chat else prompt
+
+    def _ids(self, prompt: Prompt) -> list[int]:
+        try:
+            if isinstance(prompt, bytes):
+                raise TypeError("bytes are neither")
+            return self.tokenizer.encode(prompt) if isinstance(prompt, str) else [operator.index(i) for i in prompt]
+        except (TypeError, UnicodeError) as error:
+            raise RequestError(f"a prompt is text (valid Unicode) or a list of token ids, got {show(prompt)}", "prompt") from error
+
+    def _requests(self, prompts: Sequence[Prompt], params, cache_salt: str | None = None, priority: int = 0, *, stream: bool) -> list[Request]:
+        """The requests of a call, all of them valid."""
+        each = list(params) if isinstance(params, (list, tuple)) else [params] * len(prompts)
+        if len(each) != len(prompts):
+            raise RequestError(f"{len(prompts)} prompts were given with {len(each)} params, expected one for all or one each", "params")
+        requests = []
+        for prompt, p in zip(prompts, each):
+            p = SamplingParams() if p is None else SamplingParams.from_dict(p) if isinstance(p, dict) else p
+            ids = self._ids(prompt)
+            for index in range(max(p.n, 1)):
+                requests.append(Request(rid=secrets.token_hex(8), prompt_ids=ids, params=p, index=index, stream=stream, priority=priority,
+                                        namespace=cache_salt or ""))
+                if index == 0:
+                    self.engine.validate(requests[-1])
+        return requests
+
+    def _submit(self, requests: list[Request], sink) -> None:
+        with self._lock:
+            if self._closed:
+                raise RuntimeError("the engine has ended") from self._crash
+            self._inbox.put((requests, sink))
+
+    def _submit_async(self, requests: list[Request]) -> asyncio.Queue:
+        inbox, loop = asyncio.Queue(), asyncio.get_running_loop()
+        self._submit(requests, lambda chunk: loop.call_soon_threadsafe(inbox.put_nowait, chunk))
+        return inbox
+
+    def _forget(self, requests: list[Request]) -> None:
+        """Abort what is left of a call that nobody waits for any more."""
+        self._inbox.put((requests, None))
+
+    def _collect(self, requests: list[Request], progress: bool | None) -> list[Output]:
+        inbox: queue.SimpleQueue = queue.SimpleQueue()
+        self._submit(requests, inbox.put)
+        chunks, tokens, start = [], 0, time.monotonic()
+        try:
+            with tqdm(total=len(requests), desc="requests", disable=None if progress is None else not progress) as bar:
+                for _ in requests:
+                    chunks.append(_checked(inbox.get()))
+                    tokens += len(chunks[-1].output_ids)
+                    bar.set_postfix_str(f"{tokens / (time.monotonic() - start):.0f} tok/s", refresh=False)
+                    bar.update()
+        finally:
+            if len(chunks) < len(requests):
+                self._forget(requests)
+        return self._outputs(requests, chunks)
+
+    @staticmethod
+    def _outputs(requests: list[Request], chunks: list[Chunk]) -> list[Output]:
+        by_id = {chunk.rid: chunk for chunk in chunks}
+        return [_output(request, by_id[request.rid]) for request in requests]
+
+    @staticmethod
+    def _pieces(requests: list[Request], get) -> Iterator[Output]:
+        open_requests = {r.rid: r for r in requests}
+        while open_requests:
+            chunk = _checked(get())
+            yield _output(open_requests[chunk.rid], chunk)
+            if chunk.finish_reason:
+                del open_requests[chunk.rid]
+
+    @staticmethod
+    async def _next(inbox: asyncio.Queue) -> Chunk:
+        return _checked(await inbox.get())
+
+    # -- the engine's thread -----------------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while True:
+                while not self.engine.has_work or not self._inbox.empty():
+                    asked = self._inbox.get()
+                    if asked is None:
+                        return
+                    self._take_in(*asked)
+                for chunk in self.engine.step():
+                    self._hand_out(chunk)
+        except BaseException as error:
+            self._crash = error
+            log.exception("the engine has ended")
+        finally:
+            self.engine.shutdown()
+            with self._lock:
+                self._closed = True
+            while not self._inbox.empty():
+                if (asked := self._inbox.get()) is not None and asked[1] is not None:
+                    self._sinks.update((request.rid, asked[1]) for request in asked[0])
+            for sink in list(self._sinks.values()):
+                self._tell(sink, RuntimeError("the engine was shut down") if self._crash is None else self._crash)
+
+    def _take_in(self, requests: list[Request], sink) -> None:
+        """Start requests for a sink; abort them where it is None."""
+        for request in requests:
+            if sink is None:
+                if self._sinks.pop(request.rid, None) is not None:
+                    self.engine.abort(request.rid)
+            else:
+                self._sinks[request.rid] = sink
+                self.engine.add(request)
+
+    def _hand_out(self, chunk: Chunk) -> None:
+        sink = self._sinks.pop(chunk.rid, None) if chunk.finish_reason else self._sinks.get(chunk.rid)
+        if sink is not None and not self._tell(sink, chunk):
+            self._sinks.pop(chunk.rid, None)
+            self.engine.abort(chunk.rid)
+
+    @staticmethod
+    def _tell(sink, message: Chunk | BaseException) -> bool:
+        """False where nobody listens any more (an event loop that was closed)."""
+        try:
+            sink(message)
+            return True
+        except RuntimeError:
+            return False
+
+
+def _is_single(prompts: Prompt | Sequence[Prompt]) -> bool:
+    """Whether this is one prompt (text or ids), not a list of prompts."""
+    if isinstance(prompts, (str, bytes)) or not hasattr(prompts, "__len__"):
+        return True
+    return len(prompts) > 0 and isinstance(prompts[0], numbers.Number)
+
+
+def _checked(chunk: Chunk | BaseException) -> Chunk:
+    if isinstance(chunk, BaseException):
+        raise RuntimeError("the engine has ended") from chunk
+    return chunk
+
+
+def _output(request: Request, chunk: Chunk) -> Output:
+    return Output(text=chunk.text, output_ids=chunk.output_ids, prompt_ids=request.prompt_ids, finish_reason=chunk.finish_reason,
+                  stop_reason=chunk.stop_reason, cached_tokens=chunk.cached_tokens, logprobs=chunk.logprobs,
+                  prompt_logprobs=chunk.prompt_logprobs, index=request.index, error=chunk.error)
+
+
+def _demo() -> None:
+    with LLM("demo", max_total_tokens=4096) as llm:
+        params = SamplingParams(max_tokens=12, temperature=0)
+        for prompt in ("1, 2, 3, 4, 5,", "1, 2, 3, 4, 5, 6, 7,"):
+            output = llm.generate(prompt, params)
+            print(f"{prompt!r} -> {output.text!r}  ({output.cached_tokens} of {len(output.prompt_ids)} prompt tokens came from the tree)")
+        print(llm.engine.scheduler.tree.render(llm.tokenizer.decode))
+
+
+if __name__ == "__main__":
+    _demo()
