@@ -2,7 +2,7 @@
 
     python bench/overlap.py [--model demo] [--dtype bfloat16] [--batches 1,16] [--tokens 64] [--repeats 5] [--intervals-ms 5] [--threads N]
 
-Two engines of one process, one with `overlap_schedule` on and one off, get the same requests in turn (greedy, no end token, decode only: the time
+Two engines of one process, one with overlap and one without, get the same requests in turn (greedy, no end token, decode only: the time
 counts from the first token on). `ratio` is tokens a second divided by those of off, the median over repeats of ratios of neighbours in time.
 A step, in ms: `step` its wall time; `host` planning and processing; `device` the worker's job; `hidden` host + device - step: what ran side by side,
 less what waking two threads a step costs (below zero where that is more).
@@ -89,7 +89,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int)
     args = parser.parse_args()
     watches = {mode: Watch(Engine(EngineConfig(model=args.model, dtype=args.dtype, threads=args.threads, max_total_tokens=8192,
-                                               disable_radix_cache=True, overlap_schedule=mode))) for mode in ("off", "on")}
+                                               disable_radix_cache=True, disable_overlap_schedule=mode == "off"))) for mode in ("off", "on")}
     engine = watches["on"].engine
     print(f"{args.model} in {args.dtype} on {engine.device}, {torch.get_num_threads()} threads, torch {torch.__version__}, "
           f"Python {sys.version.split()[0]}; {args.tokens} tokens a request, medians of {args.repeats}")

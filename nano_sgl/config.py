@@ -68,7 +68,7 @@ class EngineConfig:
     random_seed: int | None = flag(None, "base of the seeds of requests that name none; random by default",
                                    within=Range(0, 2**63 - 1, integer=True, optional=True))
     threads: int | None = flag(None, "CPU threads; as many as cores by default", within=TOKENS._replace(high=2**10))
-    overlap_schedule: str = flag("auto", "plan a step while the last one runs; auto is on for GPU, off for CPU", ("auto", "on", "off"))
+    disable_overlap_schedule: bool = flag(False, "plan a step when the last one has been processed, not while it runs")
     waiting_timeout: float | None = flag(None, "seconds after which a request that has not been started is refused; never by default",
                                          within=SECONDS)
     running_timeout: float | None = flag(None, "seconds after its start in which a request must end, or is ended; none by default",
@@ -76,9 +76,8 @@ class EngineConfig:
 
     def __post_init__(self):
         check(self)
-        for name in ("dtype", "overlap_schedule"):
-            if (value := getattr(self, name)) not in (choices := type(self).__dataclass_fields__[name].metadata["choices"]):
-                raise ValueError(f"{name} is {value!r}, expected one of {', '.join(choices)}")
+        if self.dtype not in (choices := type(self).__dataclass_fields__["dtype"].metadata["choices"]):
+            raise ValueError(f"dtype is {self.dtype!r}, expected one of {', '.join(choices)}")
         if not re.fullmatch(DEVICE, self.device):
             raise ValueError(f"device is {self.device!r}, expected auto, cpu, cuda or cuda:N")
         if self.chunked_prefill_size is not None and self.chunked_prefill_size < self.page_size:

@@ -22,8 +22,8 @@ A step that fails (out of memory, a bug in a kernel) costs its requests that ste
 back and runs each of their requests alone; one that fails alone ends with the error. The engine goes on.
 
 This file alone holds text and tensors together. Cost: the longer of host and device a step, where in line it is their sum. Where it stops: on a
-CPU both want the interpreter lock and the same cores, so there is less to win (`bench/overlap.py`); Python's switch interval stays as it is, for
-with one below a millisecond we have seen two threads lose each other's wake-up for seconds. Source: SGLang's overlap scheduler (2024).
+CPU both want the interpreter lock and the same cores, so only the host's own time is won (`bench/overlap.py`: a few percent; a shorter switch
+interval of Python's makes no difference, for the kernels hold no lock). Source: SGLang's overlap scheduler (2024).
 """
 
 from __future__ import annotations
@@ -206,7 +206,7 @@ class Engine:
         self._sampling_key: tuple = ()
         self._sampling_batch: sampling.SamplingBatch | None = None
         self._outbox: list[Chunk] = []
-        overlap = config.overlap_schedule == "on" or config.overlap_schedule == "auto" and not on_cpu
+        overlap = not config.disable_overlap_schedule
         self.depth = int(overlap)  # steps in flight while the next is planned; at most `scheduler.reserve`
         self.worker = Worker(threaded=overlap and on_cpu)
         self.shutdown = weakref.finalize(self, self.worker.close)  # called, collected or at exit: once

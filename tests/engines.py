@@ -19,7 +19,7 @@ def tiny_path(folder, **config):
 
 
 def make(path, **flags) -> Engine:
-    return Engine(EngineConfig(model=str(path), **({"max_total_tokens": 2048, "random_seed": 0} | flags)))
+    return Engine(EngineConfig(model=str(path), **({"max_total_tokens": 2048, "random_seed": 0, "disable_overlap_schedule": True} | flags)))
 
 
 def plain(path, **flags) -> Engine:
@@ -209,7 +209,7 @@ class Fence:
 
 def overlapped(path, device="thread", depth=1, **flags) -> Engine:
     """An engine with `depth` steps in flight on a fenced device: "thread" (the worker's), "late" (see LateWorker)."""
-    engine = make(path, overlap_schedule="on", **flags)
+    engine = make(path, disable_overlap_schedule=False, **flags)
     if device == "late":
         engine.shutdown()
         engine.worker = LateWorker()

@@ -164,7 +164,7 @@ def test_tokens_come_depth_steps_late(path):
 
 def test_the_host_plans_while_the_device_runs(path):
     """Step n+1 is planned and launched while step n is held on the device; its tokens come once it is let go."""
-    engine, gate, planned = engines.make(path, overlap_schedule="on"), threading.Event(), []
+    engine, gate, planned = engines.make(path, disable_overlap_schedule=False), threading.Event(), []
     forward, next_batch = engine.model.forward, engine.scheduler.next_batch
 
     def held(batch, kv):
@@ -368,7 +368,7 @@ def test_who_runs_too_long_is_ended_with_what_it_has(path, reference, device, de
     assert answers["short"].reason == "length"
 
 
-@pytest.mark.parametrize("flags", [dict(waiting_timeout=0), dict(running_timeout=-1.0), dict(waiting_timeout="5"), dict(overlap_schedule="yes"),
+@pytest.mark.parametrize("flags", [dict(waiting_timeout=0), dict(running_timeout=-1.0), dict(waiting_timeout="5"),
                                    dict(running_timeout=float("nan"))], ids=str)
 def test_flags_that_make_no_sense_are_refused(path, flags):
     with pytest.raises(ValueError, match=next(iter(flags))):
@@ -377,10 +377,11 @@ def test_flags_that_make_no_sense_are_refused(path, flags):
 
 # ----------------------------------------------------------------------------------------------------------------- the worker, the end
 
-def test_on_and_off_and_auto(path):
+def test_on_and_off(path):
     before = len(workers())
-    for value, depth, threads in (("on", 1, 1), ("off", 0, 0), ("auto", 0, 0)):
-        engine = engines.make(path, overlap_schedule=value, device="cpu")
+    assert not engines.EngineConfig(model=str(path)).disable_overlap_schedule
+    for off, depth, threads in ((False, 1, 1), (True, 0, 0)):
+        engine = engines.make(path, disable_overlap_schedule=off, device="cpu")
         assert engine.depth == depth and len(workers()) == before + threads
         engine.shutdown()
     assert len(workers()) == before
@@ -403,14 +404,14 @@ def test_a_worker_runs_in_order_and_stops_behind_a_job_that_raises():
 
 def test_an_engine_that_is_shut_down_or_dropped_takes_its_thread_along(path):
     before = len(workers())
-    engine = engines.make(path, overlap_schedule="on")
+    engine = engines.make(path, disable_overlap_schedule=False)
     engine.add(request("a", prompt(20, 1), params()))
     for _ in range(4):
         engine.step()
     assert engine.flights and len(workers()) == before + 1
     del engine
     assert len(workers()) == before
-    engine = engines.make(path, overlap_schedule="on")
+    engine = engines.make(path, disable_overlap_schedule=False)
     for i in range(2):
         engine.add(request(i, prompt(20, i), params()))
     for _ in range(4):
@@ -433,7 +434,7 @@ def test_shutdown_in_the_middle_hangs_nobody(path):
             results.append(llm.generate(prompt(20, i), params(max_tokens=400)).finish_reason)
         except RuntimeError as error:
             results.append(str(error))
-    llm = LLM(str(path), max_total_tokens=2048, overlap_schedule="on")
+    llm = LLM(str(path), max_total_tokens=2048, disable_overlap_schedule=False)
     threads = [threading.Thread(target=ask, args=(llm, i)) for i in range(4)]
     for thread in threads:
         thread.start()
@@ -451,7 +452,7 @@ def test_shutdown_in_the_middle_hangs_nobody(path):
 
 def test_llm_gives_the_same_with_overlap(path):
     asked = [prompt(20 + i, i) for i in range(6)]
-    with LLM(str(path), max_total_tokens=2048, overlap_schedule="on") as on, LLM(str(path), max_total_tokens=2048, overlap_schedule="off") as off:
+    with LLM(str(path), max_total_tokens=2048, disable_overlap_schedule=False) as on, LLM(str(path), max_total_tokens=2048, disable_overlap_schedule=True) as off:
         assert [o.output_ids for o in on.generate(asked, params())] == [o.output_ids for o in off.generate(asked, params())]
         pieces = list(on.stream(asked[0], params()))
         assert [t for p in pieces for t in p.output_ids] == off.generate(asked[0], params()).output_ids and pieces[-1].finish_reason == "length"

@@ -144,10 +144,10 @@ def test_F025_a_plain_request_ends_with_its_client(client, api_case):
 
 
 @pytest.mark.parametrize("after", range(5))
-@pytest.mark.parametrize("overlap", ["off", "on"])
+@pytest.mark.parametrize("overlap", [False, True])
 def test_F027_an_abort_around_the_last_chunk_leaves_a_notice_and_nothing_else(path, api_case, overlap, after):
     """F027: three chunks; the abort comes before the first, between them, with the last one in flight, and after its token."""
-    engine = make(path, chunked_prefill_size=128, overlap_schedule=overlap)
+    engine = make(path, chunked_prefill_size=128, disable_overlap_schedule=not overlap)
     engine.add(request("gone", prompt(300, 3), params(max_tokens=5)))
     before = [chunk for _ in range(after) for chunk in engine.step()]
     assert engine.abort("gone") and not engine.abort("gone")
@@ -205,12 +205,12 @@ def test_F031_a_place_that_is_free_after_the_last_chunk_is_taken(api_case):
 # ------------------------------------------------------------------------------------------------------------------- who is retracted
 
 @pytest.mark.parametrize("length", [63, 64, 65, 80, 81])
-@pytest.mark.parametrize("overlap", ["off", "on"])
+@pytest.mark.parametrize("overlap", [False, True])
 def test_F033_retraction_neither_drops_nor_repeats_a_token(path, api_case, overlap, length):
     """F033"""
     asked = request("r", prompt(48, 4), params(max_tokens=60))
     expected = run(make(path, page_size=16), [asked])["r"]
-    engine = make(path, page_size=16, overlap_schedule=overlap)
+    engine = make(path, page_size=16, disable_overlap_schedule=not overlap)
 
     def retract_once(step: int) -> None:
         req = engine.scheduler.reqs.get("r")
@@ -224,10 +224,10 @@ def test_F033_retraction_neither_drops_nor_repeats_a_token(path, api_case, overl
 
 
 @pytest.mark.parametrize("pool", [64, 80, 96])
-@pytest.mark.parametrize("overlap", ["off", "on"])
+@pytest.mark.parametrize("overlap", [False, True])
 def test_F035_two_that_need_the_last_page_in_one_step_both_finish(path, api_case, overlap, pool):
     """F035"""
-    engine = make(path, page_size=16, max_total_tokens=pool, max_running_requests=2, overlap_schedule=overlap)
+    engine = make(path, page_size=16, max_total_tokens=pool, max_running_requests=2, disable_overlap_schedule=not overlap)
     engine.scheduler.ratio = 0.1
     requests = [request(n, prompt(16, 5 + n), params(max_tokens=40)) for n in range(2)]
     answers = run(engine, requests)

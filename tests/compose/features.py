@@ -109,7 +109,7 @@ FEATURES = [
             proof=lambda run: sum(a.cached > 0 == a.cached % 16 for a in run.answers.values()) if run.cached else len(run.batches)),
     Feature("chunked prefill", "ch", flags=dict(chunked_prefill_size=24), counted="chunks that did not reach the end of their prompt",
             proof=lambda run: sum(int((~batch.complete).sum()) for batch in run.batches)),
-    Feature("overlap", "ov", flags=dict(overlap_schedule="on"), counted="steps launched while another was in flight",
+    Feature("overlap", "ov", flags=dict(disable_overlap_schedule=False), counted="steps launched while another was in flight",
             proof=lambda run: run.overlapped),
     Feature("retraction", "re", flags=dict(max_total_tokens=148), during=expect_little, counted="retractions",
             proof=lambda run: run.counted("retractions")),
