@@ -77,7 +77,7 @@ class Chat:
         self.given: dict[str, Any] = {**DEFAULTS, **llm.engine.generation_defaults}
 
     def loop(self) -> None:
-        """Turns and commands until the end of input, /quit, or two Ctrl-C in a row."""
+        """Turns and commands until the end of input, /quit, or two Ctrl-C in a row, the second with nothing typed."""
         interrupted = False
         while True:
             try:
@@ -91,7 +91,8 @@ class Chat:
             except EOFError:
                 return note("") if self.interactive else None
             except KeyboardInterrupt:
-                if not self.interactive or interrupted:
+                editor = sys.modules.get("readline")
+                if not self.interactive or interrupted and not (editor and editor.get_line_buffer()):
                     raise
                 interrupted = True
                 note("\n(Ctrl-C again, Ctrl-D or /quit leaves)")

@@ -59,10 +59,16 @@ BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 class Message(msgspec.Struct, forbid_unknown_fields=True):
     """One message as a client sends it. content: text, or a list of parts {"type": "text", "text": ...}, which are joined
-    without separator; null, for nothing said, is for assistants only."""
+    without separator; null, for nothing said, is for assistants only. The rest stands in answers that clients send back: empty, or
+    refused."""
     role: str
     content: str | list[dict[str, Any]] | None = None
     name: str | None = None
+    tool_calls: Any = None
+    function_call: Any = None
+    refusal: Any = None
+    annotations: Any = None
+    audio: Any = None
 
 
 # ------------------------------------------------------------------------------------------------------------------- text and ids
@@ -179,6 +185,9 @@ def read_messages(messages: list[Message]) -> list[dict]:
         if message.role not in ROLES:
             raise RequestError(f"messages[{n}].role: {message.role!r} is not supported; expected one of {', '.join(ROLES)}",
                                "messages")
+        for field in ("tool_calls", "function_call", "refusal", "annotations", "audio"):
+            if getattr(message, field):
+                raise RequestError(f"messages[{n}].{field} is not supported; leave it out", "messages")
         content = message.content
         if content is None:
             if message.role != "assistant":

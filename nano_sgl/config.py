@@ -39,6 +39,7 @@ SCHEDULE_POLICIES = ("fcfs", "lpm", "lof", "random", "priority", "routing-key") 
 ATTENTION_BACKENDS = ("torch", "cpp", "triton")                                   # attention.ATTENTION
 DEVICE = r"auto|cpu|cuda(:\d+)?"
 TOKENS = Range(1, 2**31, integer=True, optional=True)
+ROOM = TOKENS._replace(low=2)  # for a prompt of one token and what it samples
 SECONDS = Range(0, 10**9, open_low=True, optional=True)
 
 
@@ -54,9 +55,9 @@ class EngineConfig:
     model: str = flag("demo", "demo, a local directory, a Hugging Face id or a .gguf file")
     dtype: str = flag("auto", "auto is the checkpoint's", ("auto", "float32", "bfloat16", "float16"))
     device: str = flag("auto", "auto is cuda where there is one, else cpu")
-    context_length: int | None = flag(None, "tokens of prompt and output together; the model's by default", within=TOKENS)
+    context_length: int | None = flag(None, "tokens of prompt and output together; the model's by default", within=ROOM)
     max_running_requests: int | None = flag(None, "rows of a batch; 64 on CPU, 256 on GPU by default", within=TOKENS._replace(high=2**16))
-    max_total_tokens: int | None = flag(None, "KV slots; by default what memory allows (CPU: at most 65536)", within=TOKENS)
+    max_total_tokens: int | None = flag(None, "KV slots; by default what memory allows (CPU: at most 65536)", within=ROOM)
     mem_fraction_static: float = flag(0.88, "share of GPU memory for weights and KV", within=Range(0, 1, open_low=True))
     chunked_prefill_size: int | None = flag(None, "tokens a step; 2048 on CPU, 8192 on GPU by default; less makes streams smoother",
                                             within=TOKENS)
@@ -93,6 +94,7 @@ class ServerConfig:
     chat_template: str | None = flag(None, "a file with the chat template to use, not the model's")
     max_queued_requests: int | None = flag(None, "requests that may wait; more are answered 503 at once; no limit by default",
                                            within=TOKENS)
+    drain_timeout: float = flag(20.0, "seconds that open calls get to finish in after SIGTERM or Ctrl-C", within=Range(0, 10**6))
     log_level: str = flag("info", "what to print", ("debug", "info", "warning", "error"))
 
     def __post_init__(self):

@@ -19,7 +19,8 @@ With 1, a request that ends by a stop is found one step late, and what the step 
 is known ahead and costs nothing. The worker is a GPU's stream, or on a CPU a thread (`Worker`).
 
 A step that fails (out of memory, a bug in a kernel) costs its requests that step: those behind it are not run, the scheduler takes all of them
-back and runs each of their requests alone; one that fails alone ends with the error. The engine goes on.
+back and runs each request of the one that failed alone, until it is past the point where that was; one that fails alone ends with the error. The
+engine goes on. Only a GPU that is lost ends it.
 
 This file alone holds text and tensors together. Cost: the longer of host and device a step, where in line it is their sum. Where it stops: on a
 CPU both want the interpreter lock and the same cores, so only the host's own time is won (`bench/overlap.py`: a few percent; a shorter switch
@@ -34,6 +35,7 @@ import os
 import queue
 import secrets
 import threading
+import traceback
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -142,15 +144,12 @@ class Worker:
             self._thread.join(SHUTDOWN_S)
 
     def _run(self, job: Callable[[], Results], future: Future) -> None:
-        try:
-            if self._failed is not None:
-                raise self._failed
-            result = job()
-        except BaseException as error:
-            self._failed = self._failed or error
-            future.set_exception(error)
-        else:
-            future.set_result(result)
+        if self._failed is None:
+            try:
+                return future.set_result(job())
+            except BaseException as error:
+                self._failed = error
+        future.set_exception(self._failed)
 
     def _loop(self) -> None:
         while (asked := self._jobs.get()) is not None:
@@ -172,6 +171,8 @@ class Engine:
         self.config = config
         self.device = ("cuda" if torch.cuda.is_available() else "cpu") if config.device == "auto" else config.device
         on_cpu = self.device == "cpu"
+        if config.attention_backend == ("triton" if on_cpu else "cpp"):
+            raise ValueError(f"attention_backend is {config.attention_backend!r}, which does not run on the device {self.device}")
         self._use_device()
         if on_cpu and config.threads:
             torch.set_num_threads(config.threads)
@@ -227,6 +228,8 @@ class Engine:
             free, total = torch.cuda.mem_get_info(self.device)
             fits = (free - int(total * (1 - self.config.mem_fraction_static))) // per_slot
         num_slots = fits if wanted is None else wanted
+        if wanted is not None and wanted < self.config.page_size:
+            raise ValueError(f"max_total_tokens is {wanted}, less than a page of {self.config.page_size} tokens")
         if num_slots < self.config.page_size or num_slots * per_slot > free:
             raise ValueError(f"a KV pool of {num_slots} tokens needs {num_slots * per_slot >> 20} MiB, {free >> 20} MiB are free; "
                              f"set max_total_tokens to at most {fits}")
@@ -271,7 +274,7 @@ class Engine:
         if batch is not None:
             self.flights.append(Flight(batch, self.worker.submit(self._job(batch))))
         if self.flights and (len(self.flights) > self.depth or batch is None):
-            self._land(self.flights.popleft())
+            self._land()
         elif batch is None and self.has_work and not self._outbox:
             raise AssertionError(f"{len(self.scheduler.waiting)} requests wait, {len(self.scheduler.running)} run, and no step can be made")
         chunks, self._outbox = self._outbox, []
@@ -356,26 +359,32 @@ class Engine:
 
     # ----------------------------------------------------------------------------------------------------------------------- process
 
-    def _land(self, flight: Flight) -> None:
-        """Wait for a step and process it; where it failed, its requests are tried again, or get an answer, and the others go on."""
+    def _land(self) -> None:
+        """Wait for the oldest step in flight and process it; where it failed, its requests are tried again, or get an answer, and the others
+        go on."""
+        flight = self.flights[0]
         try:
             results = flight.results.result()
             if results.copied is not None:
                 results.copied.synchronize()
-        except Exception as error:
+        except BaseException as error:
             log.exception("a step failed")
-            self._fail([flight, *self.flights], error)
+            self._fail(error)
+            if not isinstance(error, Exception):  # Ctrl-C: the books are right, and whoever pressed it decides
+                raise
         else:
+            self.flights.popleft()
             self._process(flight.batch, results)
 
-    def _fail(self, flights: list[Flight], error: Exception) -> None:
-        """Take back a step that failed and those launched after it."""
-        for flight in flights:
-            flight.results.exception()  # on a CPU they have not run, on a GPU nobody will look at what they left
+    def _fail(self, error: BaseException) -> None:
+        """Take back the steps in flight: the oldest has failed, and the others were built on it."""
+        self.synchronize()  # on a CPU they have not run, on a GPU nobody will look at what they left; a GPU that is lost raises here
+        batches = [flight.batch for flight in self.flights]
         self.flights.clear()
         self.worker.restart()
         self._sampling_key = ()
-        for req in self.scheduler.fail([flight.batch for flight in flights]):
+        traceback.clear_frames(error.__traceback__)  # or what the step had allocated would be in the way of the next
+        for req in self.scheduler.fail(batches):
             self._close(self.streams[req.rid], "error", f"the engine failed on this request: {error}")
 
     def _process(self, batch: Batch, results: Results) -> None:

@@ -1,7 +1,9 @@
-// The kernels of kernels.py and the "cpp" backend of attention.py for CPUs: what lies between two matrix products of a layer.
+// The CPU's kernels: those of kernels.py, the "cpp" backend of attention.py, and the draw of sampling.py.
 //
 // An eager torch operation costs microseconds before it does anything, and torch's attention wants contiguous keys, so a paged
-// cache must first be gathered. Here a layer is five calls, and attention reads the pool through the slot table:
+// cache must first be gathered. Here each step between two products of a layer is one call, a product of few tokens reads the
+// weights once (`linear`), a row of logits becomes a token in some six passes (`draw`), and attention reads the pool through the
+// slot table:
 //
 //     for every (item of the plan, kv head), shared out over the threads:      M query rows = tokens x heads of the group
 //       for every block of 64 columns:
@@ -13,9 +15,12 @@
 // CPU that has them, by bf16 dot instructions on pairs (AVX512_BF16), or on AMX tiles where there are rows enough. The pairs of
 // `pack` are what both of these want. Sums are float everywhere; P is rounded to bf16 only where it is multiplied as bf16.
 //
-// Plain C functions on raw pointers, called through ctypes (native.py), which releases the GIL. Vectors are GCC's (clang has
-// them too), so the same source serves AVX-512, AVX2, NEON and SSE2. Threads are OpenMP's, resolved to the runtime that torch
-// has loaded, so both share one pool. Columns that no token of an item sees are never read: they may hold anything.
+// Top to bottom: registers (loads, stores, 2^x), the products, attention, what lies between products, linear, sampling, and the
+// plain C functions on raw pointers that Python calls through ctypes (native.py), which releases the GIL. They check nothing.
+//
+// Vectors are GCC's (clang has them too), so the same source serves AVX-512, AVX2, NEON and SSE2. Threads are OpenMP's, resolved
+// to the runtime that torch has loaded, so both share one pool; scratch belongs to a thread, so callers may be several. Columns
+// that no token of an item sees are never read: they may hold anything.
 //
 // After: Goto and van de Geijn 2008 (micro kernels on packed panels), Dao 2022 (online softmax in blocks).
 
@@ -51,10 +56,7 @@ typedef uint32_t uvec __attribute__((vector_size(VL * 4)));
 typedef uint16_t hvec __attribute__((vector_size(VL * 2)));
 
 struct bf16 { uint16_t bits; };
-#if defined(__FLT16_MANT_DIG__)
-typedef _Float16 f16;
-typedef f16 fvec __attribute__((vector_size(VL * 2)));
-#endif
+struct f16 { uint16_t bits; };  // _Float16 is not in every compiler's C++
 
 #if defined(__AVX512BF16__)
 template <class T> constexpr bool PAIRED = std::is_same<T, bf16>::value;  // multiplied as pairs of bf16
@@ -94,10 +96,32 @@ inline void store(bf16* p, vec v) {  // to nearest even; NaN stays NaN
     memcpy(p, &h, sizeof h);
 #endif
 }
-#if defined(__FLT16_MANT_DIG__)
-inline vec load(const f16* p) { fvec h; memcpy(&h, p, sizeof h); return __builtin_convertvector(h, vec); }
-inline void store(f16* p, vec v) { fvec h = __builtin_convertvector(v, fvec); memcpy(p, &h, sizeof h); }
+inline vec load(const f16* p) {
+    hvec h; memcpy(&h, p, sizeof h);
+#if defined(__AVX512F__)
+    return (vec)_mm512_cvtph_ps((__m256i)h);
+#elif defined(__AVX2__) && defined(__F16C__)
+    return (vec)_mm256_cvtph_ps((__m128i)h);
+#else
+    const uvec u = __builtin_convertvector(h, uvec), size = (u & 0x7fff) << 13;
+    const vec finite = (vec)size * 0x1p112f;  // the exponent's bias; right for subnormal numbers too
+    const uvec special = (uvec)(size >= 0x0f800000);
+    return (vec)((u & 0x8000) << 16 | (special & (size | 0x7f800000)) | (~special & (uvec)finite));
 #endif
+}
+inline void store(f16* p, vec v) {  // to nearest even
+#if defined(__AVX512F__)
+    const hvec h = (hvec)_mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT);
+#elif defined(__AVX2__) && defined(__F16C__)
+    const hvec h = (hvec)_mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT);
+#else  // (Maratyszcza's FP16) adding a power of two in which the last place is that of the half rounds; too large becomes infinite first
+    const uvec u = (uvec)v, twice = u << 1, top = twice & 0xff000000;
+    const vec size = (vec)(u & 0x7fffffff) * 0x1p112f * 0x1p-110f + (vec)(((top > 0x71000000 ? top : uvec{} + 0x71000000) >> 1) + 0x07800000);
+    const uvec bits = (uvec)size, finite = (bits >> 13 & 0x7c00) + (bits & 0x0fff);
+    const hvec h = __builtin_convertvector((u >> 31 << 15) | (twice > 0xff000000 ? uvec{} + 0x7e00 : finite), hvec);
+#endif
+    memcpy(p, &h, sizeof h);
+}
 
 template <class T> inline vec load(const T* p, int n) {  // the first n; zeros behind them
     if (n >= VL) return load(p);
@@ -199,6 +223,9 @@ void row_panel(const float* a, int64_t a_stride, const float* b, int64_t b_strid
 #if defined(__AMX_BF16__)
 bool amx = false;  // whether the system lets this process use the tiles
 
+// GCC's intrinsics do not say that tiles are read from memory. What stands before must be written there, and may not be left out.
+inline void settle(const void* p = nullptr) { asm volatile("" : : "r"(p) : "memory"); }
+
 struct TileScope {  // eight tiles of 16 rows of 64 bytes; afterwards what others (oneDNN) had set up in this thread
     struct alignas(64) Config { uint8_t palette, start_row, reserved[14]; uint16_t bytes[16]; uint8_t rows[16]; } before, mine = {};
     const bool on;
@@ -207,10 +234,12 @@ struct TileScope {  // eight tiles of 16 rows of 64 bytes; afterwards what other
         _tile_storeconfig(&before);
         mine.palette = 1;
         for (int i = 0; i < 8; i++) mine.bytes[i] = 64, mine.rows[i] = 16;
+        settle(&mine);
         _tile_loadconfig(&mine);
     }
     ~TileScope() {
         if (!on) return;
+        settle(&before);
         if (before.palette) _tile_loadconfig(&before); else _tile_release();
     }
 };
@@ -237,6 +266,7 @@ inline void tile_micro(const float* a, int64_t a_stride, const float* b, int64_t
 template <bool ADD>
 void tile_product(const float* a, int64_t a_stride, const float* b, int64_t b_stride, float* c, int64_t c_stride, int rows, int width,
                   int depth) {
+    settle();
     for (int i = 0; i < rows; i += 16) {
         int j = 0;
         for (; j + 64 <= width; j += 64)
@@ -273,7 +303,7 @@ void product(const float* a, int64_t a_stride, const float* b, int64_t b_stride,
 // ---- attention --------------------------------------------------------------------------------------------------------------
 
 struct Attention {  // one layer; native.py has the same list of fields. Strides in elements
-    const void *q, *k_cache, *v_cache;   // [T, H, D], [S, G, D] twice
+    const void *q, *k_cache, *v_cache;   // [T, H, D], [S, G, D] twice, strided alike; D even
     void* out;                           // [T, H, D], contiguous
     float *part, *part_lse;              // [P, H, D], [P, H]
     const int32_t *items, *segment, *seg_first, *shifts, *table;
@@ -472,7 +502,7 @@ void rms_norm(const T* x, const T* residual, const T* weight, T* out, T* new_res
 #pragma omp parallel for num_threads(threads) if (threads > 1 && rows * size > ALONE)
     for (int64_t i = 0; i < rows; i++) {
         const T *from = x + i / heads * x_stride + i % heads * x_head_stride, *w = weight + i % heads * weight_stride;
-        T *to = out + i * size, *both = new_residual + i * size;
+        T *to = out + i * size, *both = residual ? new_residual + i * size : nullptr;
         vec squares{};
         for (int64_t d = 0; d < size; d += VL) {
             vec v = load(from + d, size - d);
@@ -512,7 +542,7 @@ template <class T> void silu_mul(const T* gate_up, T* out, int64_t tokens, int64
 }
 
 // out [tokens, N] = x [tokens, size] w^T + bias, for so few tokens that reading w is what it costs: every row once, fetched ahead
-constexpr int OUTPUTS = 32, FEW = 4, MOST = 32;  // outputs of a block; tokens: with vectors, with tiles
+constexpr int OUTPUTS = 32, FEW = 4, MOST = 32;  // outputs of a block; tokens of a block with vectors, and at most
 
 template <class T, int M>
 void linear_block(const T* x, const T* w, float* sums, int outputs, int64_t size, int64_t x_stride) {
@@ -612,21 +642,20 @@ void linear(const T* x, const T* w, const T* bias, T* out, int64_t tokens, int64
         for (int64_t n = 0; n < outputs; n += OUTPUTS) {
             const int some = std::min<int64_t>(OUTPUTS, outputs - n);
             const T* rows = w + n * size;
-            for (int64_t t = 0; t < tokens; t += on_tiles ? tokens : FEW) {
-                const int count = std::min<int64_t>(tokens - t, on_tiles ? MOST : FEW);
+            if (on_tiles && some == OUTPUTS) {
 #if defined(__AMX_BF16__)
-                if constexpr (PAIRED<T>)
-                    if (on_tiles && some == OUTPUTS) tokens > 16 ? linear_tiles<2>(pairs, rows, sums, size) : linear_tiles<1>(pairs, rows, sums, size);
+                if constexpr (PAIRED<T>) (tokens > 16 ? linear_tiles<2> : linear_tiles<1>)(pairs, rows, sums, size);
 #endif
-                if (!on_tiles || some < OUTPUTS)
-                    for (int m = 0; m < count; m += FEW) {
-                        auto run = count - m == 1 ? linear_block<T, 1> : count - m == 2 ? linear_block<T, 2> : count - m == 3 ? linear_block<T, 3> : linear_block<T, 4>;
-                        run(x + (t + m) * x_stride, rows, sums + m * OUTPUTS, some, size, x_stride);
-                    }
-                for (int m = 0; m < count; m++)
-                    for (int i = 0; i < some; i += VL)
-                        store(out + (t + m) * outputs + n + i, load(sums + m * OUTPUTS + i) + (bias ? load(bias + n + i, some - i) : vec{}), some - i);
+            } else {
+                constexpr decltype(&linear_block<T, 1>) BY_COUNT[] = {linear_block<T, 1>, linear_block<T, 2>, linear_block<T, 3>, linear_block<T, 4>};
+                for (int64_t t = 0; t < tokens; t += FEW)
+                    BY_COUNT[std::min<int64_t>(tokens - t, FEW) - 1](x + t * x_stride, rows, sums + t * OUTPUTS, some, size, x_stride);
             }
+            for (int64_t t = 0; t < tokens; t++)
+                for (int i = 0; i < some; i += VL) {
+                    const vec y = load(sums + t * OUTPUTS + i);
+                    store(out + t * outputs + n + i, bias ? y + load(bias + n + i, some - i) : y, some - i);
+                }
         }
     }
 }
@@ -756,25 +785,16 @@ void draw(const float* logits, int64_t vocab, const Draw& d, const int32_t* key,
 
 // ---- what Python calls: dtype 0 is float32, 1 bfloat16, 2 float16 -----------------------------------------------------------
 
-#if defined(__FLT16_MANT_DIG__)
 #define BY_TYPE(dtype, CALL) if (dtype == 0) { using T = float; CALL; } else if (dtype == 1) { using T = bf16; CALL; } else { using T = f16; CALL; }
-#else
-#define BY_TYPE(dtype, CALL) if (dtype == 0) { using T = float; CALL; } else if (dtype == 1) { using T = bf16; CALL; }
-#endif
 
 extern "C" {
 
-// What the file was compiled for: bit 0 dot products of bf16, bit 1 AMX tiles that the system allows, bit 2 float16. Call it first.
+// What the file was compiled for: bit 0 dot products of bf16, bit 1 AMX tiles that the system allows. Call it first.
 int nano_setup() {
-#if defined(__AMX_BF16__)
-    amx = syscall(SYS_arch_prctl, 0x1023, 18) == 0;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
-#endif
     int can = PAIRED<bf16>;
 #if defined(__AMX_BF16__)
+    amx = syscall(SYS_arch_prctl, 0x1023, 18) == 0;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
     can |= amx << 1;
-#endif
-#if defined(__FLT16_MANT_DIG__)
-    can |= 4;
 #endif
     return can;
 }
@@ -804,7 +824,7 @@ void nano_store_kv(const char* k, const char* v, char* k_cache, char* v_cache, c
 }
 
 void nano_linear(const void* x, const void* w, const void* bias, void* out, int64_t tokens, int64_t outputs, int64_t size, int64_t x_stride,
-                 int threads, int dtype) {  // 1 to 4 tokens
+                 int threads, int dtype) {  // tokens: at most MOST
     BY_TYPE(dtype, linear((const T*)x, (const T*)w, (const T*)bias, (T*)out, tokens, outputs, size, x_stride, threads))
 }
 

@@ -8,6 +8,8 @@ over that memory plus a launch. So each step between products is one kernel:
                                                         '-----store_kv----> the pool, at the step's slots
     attention (attention.py) --[product]--> x ... gate_up --silu_mul--> [product] --> x
 
+A [product] is `linear`: torch's, but on a CPU few tokens of bfloat16 go to kernels.cpp, which reads the weights once.
+
 Names: T tokens of the step, E hidden size, N heads, D head dim, G kv heads, S slots of the pool, R rotated entries of a head.
 A *twin* is the same function in plain torch: the oracle of the tests, and the path where nothing better is. Tensors on a CUDA or
 ROCm device take the Triton kernel, those on a CPU kernels.cpp where it can be built (native.py), others the twin;
@@ -42,17 +44,20 @@ except ImportError:  # macOS, Windows, a bare CPU machine: the torch twins carry
 
 
 def route(x: torch.Tensor, backend: str | None = None) -> str:
-    """What a function given x runs: "triton", "cpp" or "torch". ImportError, or BuildError, where one was asked for that is not there."""
+    """What a function given x runs: "triton", "cpp" or "torch". ImportError, BuildError or ValueError where one was asked for that is
+    not there, or does not take x."""
     if backend is None:
         if x.is_cuda:
             return "torch" if triton is None else "triton"
-        return "torch" if native.library() is None or not native.takes(x) or x.stride(-1) != 1 else "cpp"
+        return "torch" if native.library() is None or not native.takes(x) else "cpp"
     if backend not in ("triton", "cpp", "torch"):
         raise ValueError(f"backend {backend!r} is not known: 'triton', 'cpp', 'torch', or None to go by the tensor's device")
     if backend == "triton" and triton is None:
         raise ImportError("backend='triton' was asked for, but the package triton is not installed")
     if backend == "cpp" and native.library() is None:
         raise native.BuildError("backend='cpp' was asked for, but the C++ kernels could not be built (see the log), or are switched off")
+    if backend == "cpp" and not native.takes(x):
+        raise ValueError(f"backend='cpp' takes no {x.dtype} with strides {x.stride()} on {x.device}")
     return backend
 
 
@@ -138,8 +143,9 @@ def silu_mul(gate_up: torch.Tensor, backend: str | None = None) -> torch.Tensor:
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, backend: str | None = None) -> torch.Tensor:
     """x [T, K] times weight [N, K] transposed, plus bias [N]: [T, N]. Torch's product, except for few tokens of bfloat16 on a CPU."""
-    if x.dtype == torch.bfloat16 and route(x, backend) == "cpp" and 0 < len(x) <= native.library().few and weight.is_contiguous():
-        return _call_linear(x, weight, bias)
+    if x.dtype == weight.dtype == torch.bfloat16 and route(x, backend) == "cpp" and 0 < len(x) <= native.library().few:
+        if weight.is_contiguous() and (bias is None or bias.dtype == x.dtype and bias.is_contiguous()):
+            return _call_linear(x, weight, bias)
     return F.linear(x, weight, bias)
 
 

@@ -4,7 +4,7 @@
         | queue.SimpleQueue        | call_soon_threadsafe into an asyncio.Queue
         +---------- a *sink* takes the chunks of one call -----------+
                                                                      |
-      _submit --> inbox --> [engine's thread: _take_in, Engine.step, _hand_out] --> sink
+      Loop.submit --> inbox --> [engine's thread: _take_in, Engine.step, _hand_out] --> sink
 
 The engine wants to be called from one thread, and a batch only forms where calls meet: so there is one loop, and what users call puts requests
 into its inbox and waits for chunks. A call is a list of requests (n samples of every prompt) with one sink; a request ends with a chunk that
@@ -12,7 +12,8 @@ has a finish_reason, and a call when all its requests have ended. Who stops wait
 once more, without a sink: abort.
 
 Invariant: each request of a call that was submitted gets exactly one last chunk, or the call gets the exception that ended the engine. After
-`shutdown` nothing enters the inbox, and what had entered is told.
+the end nothing enters the inbox, and what had entered is told. The thread knows the `Loop` but not the `LLM`: an LLM that is dropped, or still
+there when the program ends, ends it as `shutdown` does, between two steps.
 
 Cost: two queue operations a chunk. Stops holding: one process, whose Python threads take turns; a server puts the engine into another.
 """
@@ -27,14 +28,15 @@ import queue
 import secrets
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+import weakref
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import fields
 
 from tqdm import tqdm
 
 from .chat import ChatTemplate, Codec, Message, read_messages
 from .config import EngineConfig
-from .engine import Engine
+from .engine import SHUTDOWN_S, Engine
 from .protocol import Chunk, Output, Request, RequestError, SamplingParams, convert, show
 
 log = logging.getLogger("nano_sgl")
@@ -50,7 +52,7 @@ class LLM:
         llm.generate("The capital of France is", SamplingParams(max_tokens=8, temperature=0)).text
 
     The engine runs in a thread of its own, so all methods may be called from any thread or event loop, and requests of different calls share
-    batches and cache. `shutdown`, or leaving the context, ends it.
+    batches and cache. `shutdown`, or leaving the context, or dropping the object, ends it.
     """
 
     def __init__(self, model: str = "demo", *, dtype: str = "auto", **flags):
@@ -60,13 +62,8 @@ class LLM:
         self.engine = Engine(EngineConfig(model=str(model), dtype=dtype, **flags))
         self.tokenizer = self.engine.tokenizer
         self._template: ChatTemplate | None = None
-        self._inbox: queue.SimpleQueue = queue.SimpleQueue()  # (requests, sink) to start, (requests, None) to abort; None: end
-        self._sinks: dict[str, object] = {}                   # request id -> what takes its chunks
-        self._crash: BaseException | None = None
-        self._closed = False                                  # guarded by the lock: after it nothing enters the inbox
-        self._lock = threading.Lock()
-        self._thread = threading.Thread(target=self._run, name="nano_sgl engine", daemon=True)
-        self._thread.start()
+        self._loop = Loop(self.engine)
+        self._end = weakref.finalize(self, self._loop.end)  # called, collected or at exit: once
 
     # -- what a user calls -----------------------------------------------------------------------------------------------------------
 
@@ -94,11 +91,11 @@ class LLM:
         has a finish_reason. Closing the iterator aborts the request."""
         inbox: queue.SimpleQueue = queue.SimpleQueue()
         requests = self._requests([self._encode(prompt)], params, stream=True, **options)
-        self._submit(requests, inbox.put)
+        self._loop.submit(requests, inbox.put)
         try:
             yield from self._pieces(requests, inbox.get)
         finally:
-            self._forget(requests)
+            self._loop.forget(requests)
 
     async def agenerate(self, prompts: Prompt | Sequence[Prompt], params: Params | Sequence[Params] = None, **options):
         """`generate` for an event loop; cancelling the task aborts its requests."""
@@ -108,7 +105,7 @@ class LLM:
         try:
             chunks = [await self._next(inbox) for _ in requests]
         finally:
-            self._forget(requests)
+            self._loop.forget(requests)
         outputs = self._outputs(requests, chunks)
         return outputs[0] if single and len(outputs) == 1 else outputs
 
@@ -129,7 +126,7 @@ class LLM:
                 if chunk.finish_reason:
                     del open_requests[chunk.rid]
         finally:
-            self._forget(requests)
+            self._loop.forget(requests)
 
     def chat_ids(self, messages: Sequence[dict]) -> list[int]:
         """The prompt that the model's chat template makes of a conversation."""
@@ -144,10 +141,7 @@ class LLM:
 
     def shutdown(self) -> None:
         """End the engine's thread; requests still running are lost."""
-        with self._lock:
-            self._closed = True
-        self._inbox.put(None)
-        self._thread.join()
+        self._end()
 
     def __enter__(self) -> "LLM":
         return self
@@ -185,24 +179,14 @@ class LLM:
                     self.engine.validate(requests[-1])
         return requests
 
-    def _submit(self, requests: list[Request], sink) -> None:
-        with self._lock:
-            if self._closed:
-                raise RuntimeError("the engine has ended") from self._crash
-            self._inbox.put((requests, sink))
-
     def _submit_async(self, requests: list[Request]) -> asyncio.Queue:
         inbox, loop = asyncio.Queue(), asyncio.get_running_loop()
-        self._submit(requests, lambda chunk: loop.call_soon_threadsafe(inbox.put_nowait, chunk))
+        self._loop.submit(requests, lambda chunk: loop.call_soon_threadsafe(inbox.put_nowait, chunk))
         return inbox
-
-    def _forget(self, requests: list[Request]) -> None:
-        """Abort what is left of a call that nobody waits for any more."""
-        self._inbox.put((requests, None))
 
     def _collect(self, requests: list[Request], progress: bool | None) -> list[Output]:
         inbox: queue.SimpleQueue = queue.SimpleQueue()
-        self._submit(requests, inbox.put)
+        self._loop.submit(requests, inbox.put)
         chunks, tokens, start = [], 0, time.monotonic()
         try:
             with tqdm(total=len(requests), desc="requests", disable=None if progress is None else not progress) as bar:
@@ -213,7 +197,7 @@ class LLM:
                     bar.update()
         finally:
             if len(chunks) < len(requests):
-                self._forget(requests)
+                self._loop.forget(requests)
         return self._outputs(requests, chunks)
 
     @staticmethod
@@ -234,16 +218,50 @@ class LLM:
     async def _next(inbox: asyncio.Queue) -> Chunk:
         return _checked(await inbox.get())
 
-    # -- the engine's thread -----------------------------------------------------------------------------------------------------------
+
+# ------------------------------------------------------------------------------------------------------------- the engine's thread
+
+class Loop:
+    """An engine's thread, from beginning to end."""
+
+    def __init__(self, engine: Engine):
+        self.engine = engine
+        self.inbox: queue.SimpleQueue = queue.SimpleQueue()  # (requests, sink) to start, (requests, None) to abort; None: end
+        self._sinks: dict[str, Callable] = {}                # request id -> what takes its chunks
+        self._crash: BaseException | None = None
+        self._closed = False                                 # guarded by the lock: after it no call enters the inbox
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._run, name="nano_sgl engine", daemon=True)
+        self._thread.start()
+
+    def submit(self, requests: list[Request], sink: Callable) -> None:
+        """Start requests; `sink` is called, in the engine's thread, with their chunks, or with what ended the engine."""
+        with self._lock:
+            if self._closed:
+                raise RuntimeError("the engine has ended") from self._crash
+            self.inbox.put((requests, sink))
+
+    def forget(self, requests: list[Request]) -> None:
+        """Abort what is left of a call that nobody waits for any more."""
+        self.inbox.put((requests, None))
+
+    def end(self) -> None:
+        """End the thread once the step that it is in is done; who still waits is told."""
+        with self._lock:
+            self._closed = True
+        self.inbox.put(None)
+        if self._thread is not threading.current_thread():
+            self._thread.join(SHUTDOWN_S)
 
     def _run(self) -> None:
         try:
             while True:
-                while not self.engine.has_work or not self._inbox.empty():
-                    asked = self._inbox.get()
+                while not self.engine.has_work or not self.inbox.empty():
+                    asked = self.inbox.get()
                     if asked is None:
                         return
                     self._take_in(*asked)
+                    del asked  # or it would keep the call alive while the thread sleeps
                 for chunk in self.engine.step():
                     self._hand_out(chunk)
         except BaseException as error:
@@ -253,11 +271,12 @@ class LLM:
             self.engine.shutdown()
             with self._lock:
                 self._closed = True
-            while not self._inbox.empty():
-                if (asked := self._inbox.get()) is not None and asked[1] is not None:
+            while not self.inbox.empty():
+                if (asked := self.inbox.get()) is not None and asked[1] is not None:
                     self._sinks.update((request.rid, asked[1]) for request in asked[0])
             for sink in list(self._sinks.values()):
                 self._tell(sink, RuntimeError("the engine was shut down") if self._crash is None else self._crash)
+            self._sinks.clear()
 
     def _take_in(self, requests: list[Request], sink) -> None:
         """Start requests for a sink; abort them where it is None."""

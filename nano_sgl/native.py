@@ -10,10 +10,10 @@ Invariant: a file appears under its final name only when it is whole (written as
 build at once, and the source tree may be read-only. Where there is no compiler, or it fails, `library` says why once and returns
 None; callers then use their torch twins, which compute the same.
 
-Cost: one compilation of a few seconds per machine; a call costs 2-4 microseconds, most of it fetching pointers. It releases the
-interpreter lock while it runs. The library is linked without an OpenMP runtime: its symbols are found in the one that torch has
-loaded, so both use one set of threads. Two sets would compete for the cores at every step. Where that runtime speaks another
-dialect (LLVM's on macOS), the library brings its own.
+Cost: one compilation of a few seconds per machine, when an engine is made and not at its first request; a call costs 2-4
+microseconds, most of it fetching pointers. It releases the interpreter lock while it runs. The library is linked without an OpenMP
+runtime: its symbols are found in the one that torch has loaded, so both use one set of threads. Two sets would compete for the
+cores at every step. Where that runtime speaks another dialect (LLVM's), the library brings its own.
 
 After: the way numba and Triton cache what they compile; ctypes instead of a torch extension, which takes ten times as long to
 build and needs headers.
@@ -27,6 +27,7 @@ import hashlib
 import logging
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -90,31 +91,31 @@ def _library(march: str) -> ctypes.CDLL | None:
 
 def build(march: str = "native") -> ctypes.CDLL:
     """Compile kernels.cpp unless the cache has it, and load it. BuildError, OSError or SubprocessError where that fails."""
-    compiler = os.environ.get("CXX") or next(filter(shutil.which, ("g++", "c++", "clang++")), None)
-    if compiler is None:
+    compiler = shlex.split(os.environ.get("CXX", "")) or [*filter(shutil.which, ("g++", "c++", "clang++"))][:1]
+    if not compiler:
         raise BuildError("no C++ compiler was found (g++, c++ or clang++; on Debian and Ubuntu: apt install g++)")
-    error: Exception | None = None
     for runtime in ((), ("-fopenmp",)):  # OpenMP: torch's, else one of our own
+        file = _built(compiler, march, runtime)
         try:
-            return _load(_built(compiler, march, runtime))
+            return _load(file)
         except OSError as unresolved:
             error = unresolved
-    raise BuildError(f"what {compiler} made cannot be loaded: {error}")
+    raise BuildError(f"what {compiler[0]} made cannot be loaded: {error}")
 
 
-def _built(compiler: str, march: str, runtime: tuple[str, ...]) -> Path:
-    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
+def _built(compiler: list[str], march: str, runtime: tuple[str, ...]) -> Path:
+    version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, errors="replace", check=True).stdout
     flags = [*FLAGS, f"-march={march}"]
-    key = [SOURCE.read_text(), compiler, version, _cpu(), *flags, *runtime]
+    key = [SOURCE.read_text("utf-8"), *compiler, version, _cpu(), *flags, *runtime]
     file = _cache() / f"{hashlib.sha256(chr(0).join(key).encode()).hexdigest()[:24]}.so"
     if not file.exists():
         with tempfile.TemporaryDirectory(dir=file.parent) as scratch:
             part, made = Path(scratch, "kernels.o"), Path(scratch, "kernels.so")
             for command in ([*flags, "-fopenmp", "-c", str(SOURCE), "-o", str(part)], ["-shared", *runtime, str(part), "-o", str(made)]):
-                done = subprocess.run([compiler, *command], capture_output=True, text=True, errors="replace", timeout=300)
+                done = subprocess.run([*compiler, *command], capture_output=True, text=True, errors="replace", timeout=300)
                 if done.returncode:
                     said = done.stderr.strip().splitlines() or ["it says nothing"]
-                    raise BuildError(f"{compiler} failed: {next((line for line in said if 'error' in line), said[0])}")
+                    raise BuildError(f"{compiler[0]} failed: {next((line for line in said if 'error' in line), said[0])}")
             os.replace(made, file)
     return file
 
@@ -126,8 +127,8 @@ def _load(file: Path) -> ctypes.CDLL:
         getattr(loaded, name).restype = None
     loaded.nano_setup.restype = ctypes.c_int
     can = loaded.nano_setup()
-    loaded.features = tuple(name for bit, name in enumerate(("bf16 dot products", "AMX", "float16")) if can >> bit & 1)
-    loaded.few = 32 if "AMX" in loaded.features else 4  # tokens up to which nano_linear beats a general product
+    loaded.features = tuple(name for bit, name in enumerate(("bf16 dot products", "AMX")) if can >> bit & 1)
+    loaded.few = 32 if "AMX" in loaded.features else 4  # tokens up to which nano_linear, which takes 32, beats a general product
     return loaded
 
 
@@ -142,24 +143,24 @@ def _cpu() -> str:
 
 def _cache() -> Path:
     """A directory for built libraries: the user's, or one of this process where that cannot be written."""
-    folder = Path(os.environ.get("NANO_SGL_CACHE") or Path.home() / ".cache" / "nano_sgl") / "kernels"
     try:
+        folder = Path(os.environ.get("NANO_SGL_CACHE") or Path.home() / ".cache" / "nano_sgl") / "kernels"
         folder.mkdir(parents=True, exist_ok=True)
         if os.access(folder, os.W_OK):
             return folder
-    except OSError:
+    except (OSError, RuntimeError):  # RuntimeError: a user without a home
         pass
-    return _own_folder()
+    return Path(_own_folder().name)
 
 
 @functools.cache
-def _own_folder() -> Path:
-    return Path(tempfile.mkdtemp(prefix="nano_sgl-kernels-"))
+def _own_folder() -> tempfile.TemporaryDirectory:
+    return tempfile.TemporaryDirectory(prefix="nano_sgl-kernels-", ignore_cleanup_errors=True)  # until the process ends
 
 
 def takes(x: torch.Tensor) -> bool:
-    """Whether the library computes on x."""
-    return x.device.type == "cpu" and x.dtype in DTYPES and (x.dtype != torch.float16 or "float16" in library().features)
+    """Whether the library computes on x: each row (the last axis) must be contiguous."""
+    return x.device.type == "cpu" and x.dtype in DTYPES and x.stride(-1) == 1
 
 
 if __name__ == "__main__":

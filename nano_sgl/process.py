@@ -212,8 +212,9 @@ class EngineProcess:
                     if self.info is not None:
                         log.info("the engine is ready again")
                     self.info, self.exit_code = event, 0
-                    self.state = "ready" if self.state == "starting" else self.state
-                    self.settled.set()
+                    if self.state == "starting" and self._process.returncode is None:  # the last word of one that is dead comes late
+                        self.state = "ready"
+                        self.settled.set()
                 elif isinstance(event, Reply):
                     reply = self._replies.pop(event.id, None)
                     if reply is not None and not reply.done():

@@ -72,7 +72,8 @@ class Range(NamedTuple):
 
     def __str__(self) -> str:
         kind = "an integer" if self.integer else "a number"
-        return f"{'null or ' if self.optional else ''}{kind} in {'(' if self.open_low else '['}{self.low:g}, {self.high:.10g}]"
+        low, high = (self.low, self.high) if self.integer else (f"{self.low:g}", f"{self.high:.10g}")
+        return f"{'null or ' if self.optional else ''}{kind} in {'(' if self.open_low else '['}{low}, {high}]"
 
 
 RANGES = {
@@ -296,8 +297,8 @@ def convert(fields: dict[str, Any], kind: type) -> Any:
     known = [field.encode_name for field in msgspec.structs.fields(kind)]
     for name in fields:
         if name not in known:
-            near = difflib.get_close_matches(str(name), known, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
+            near = difflib.get_close_matches(str(name), known, n=1, cutoff=0.75)
+            hint = f"; here it is called {ALIASES[name]!r}" if name in ALIASES else f"; did you mean {near[0]!r}?" if near else ""
             raise RequestError(f"unknown field {show(name)}, got {show(fields[name])}{hint}", str(name))
     try:
         return msgspec.convert(fields, kind, str_keys=True)

@@ -112,6 +112,8 @@ class SamplingState:
     def __init__(self, max_rows: int, vocab_size: int, device: torch.device | str):
         """Room for `max_rows` requests over `vocab_size` logits."""
         self.max_rows, self.vocab_size, self.device = max_rows, vocab_size, torch.device(device)
+        if self.device.type == "cpu":
+            native.library()    # compiled now, where nobody has it yet, and not in the first request
         block = CPU_BLOCK * torch.get_num_threads() if self.device.type == "cpu" else GPU_BLOCK
         self.block_rows = min(max_rows, max(1, block // vocab_size))
         self.values = torch.zeros(max_rows, VALUES, device=device)                      # [R, VALUES] fp32

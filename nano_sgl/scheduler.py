@@ -76,7 +76,7 @@ class Req:
         self.retractions = 0
         self.queued_at = 0.0              # seconds on the scheduler's clock
         self.started_at: float | None = None    # when it got its first row
-        self.suspect = False              # it was part of a step that failed: it runs alone from now on
+        self.suspect_until = 0            # columns that it must compute alone, since a step failed with it; 0: it may share steps
         self.spoiled = False              # its KV is no good: not numbers, or never computed
         self._key = b""
 
@@ -101,6 +101,10 @@ class Req:
     def columns(self) -> int:
         """Columns that have a slot."""
         return self.own_start + len(self.own)
+
+    @property
+    def suspect(self) -> bool:
+        return self.suspect_until > 0
 
     @property
     def launchable(self) -> bool:
@@ -441,7 +445,7 @@ class Scheduler:
         if not self.waiting or not self._has_place(budget) or self.step < self._blocked[0] and self._events == self._blocked[1]:
             return started
         promised = sum(self._still_needed(r) for r in self.running)
-        for req in self._queue_order():
+        for req in [r for r in self.waiting if r.suspect][:1] or self._queue_order():
             if not self._has_place(budget) or req.suspect and self.running:
                 break
             match = self.tree.match(req.key(), req.request.namespace) if self.cache else None
@@ -614,23 +618,27 @@ class Scheduler:
                 self.counters.output_tokens += len(new)
                 if done:
                     self._end(req)
+                elif req.suspect and batch.kv_bounds[i] >= req.suspect_until:
+                    req.suspect_until, req.leaving = 0, "queue"  # it is cleared; the next one takes its turn
             if req.leaving and not req.in_flight:
                 self._land(req)
 
     def fail(self, batches: list[Batch]) -> list[Req]:
-        """The steps in flight, all of them, did not run: take their nodes back and queue their requests again, each to run alone, so that one
-        that always fails takes no other with it. Returns those that did run alone: they are ended now.
+        """The steps in flight, all of them: the first has failed, the others did not run. Take their nodes back and queue their requests again.
+
+        Those of the first are suspects: they run one after the other, each alone, until they are past the point where it failed, so that one
+        that always fails takes no other with it. Returns the request that has failed alone as a suspect: it is ended now.
 
         Rows that sat these steps out are queued again too: they may have adopted nodes of these steps, and what these steps were to write
         to their rows is lost.
         """
-        reqs = list(dict.fromkeys(req for batch in batches for req in batch.reqs))
         for batch in batches:
             self.slots.commit(batch.step)
             self.rows.commit(batch.step)
-        alone = [req for req in reqs if req.suspect and len(reqs) == 1 and req.leaving != "done"]
-        for req in reqs:
-            req.suspect = True
+        failed = batches[0]
+        alone = [req for req in failed.reqs if req.suspect and len(failed.reqs) == 1 and req.leaving != "done"]
+        for req, end in zip(failed.reqs, failed.kv_bounds.tolist()):
+            req.suspect_until = end
         taken = list(self.running)
         for req in taken:
             req.in_flight = 0

@@ -12,7 +12,7 @@ call and words its answer is `api`; how it reaches the engine, and what happens 
   race      runs the work of a call against the client's disconnect, and cancels it when the client goes first.
   errors    have OpenAI's shape: 4xx names what is wrong with the request; 503 comes with Retry-After and says why not now: the
             queue is full, a time-out, the engine is loading or being started again.
-  signals   the first SIGTERM or Ctrl-C takes no new calls and lets the open ones finish for DRAIN_S, the second fails them.
+  signals   the first SIGTERM or Ctrl-C takes no new calls and lets the open ones finish for --drain-timeout, the second fails them.
 
 Bodies end at 8 MiB, and are refused before they have all arrived; long ones are read and tokenised in a thread, so that other
 streams go on meanwhile.
@@ -58,7 +58,7 @@ log = logging.getLogger("nano_sgl")
 
 MAX_BODY_BYTES = 8 << 20
 IN_LINE_BYTES = 16 << 10    # bodies up to this are read and tokenised on the event loop: a few ms
-DRAIN_S = 5.0               # what open calls get to finish in after SIGTERM or Ctrl-C
+SAY_EVERY_S = 5.0           # how often a server that is shutting down says what it waits for
 HEALTH_TIMEOUT_S = 20.0     # within which a healthy engine makes a token
 RETRY_AFTER_S = 1           # what a client that gets a 503 should wait; the engine's start takes longer
 RETRY_START_AFTER_S = 5
@@ -253,7 +253,7 @@ def add_info_routes(app: fastapi.FastAPI, service: Service) -> None:
     """What one may ask about the server; all but /health need a loaded model to answer."""
     engine = service.engine
 
-    @app.get("/health")
+    @app.api_route("/health", methods=["GET", "HEAD"])
     async def health() -> Response:
         service.ready_reader()
         return to_json({"status": "ok"})
@@ -306,7 +306,7 @@ def add_error_handlers(app: fastapi.FastAPI, service: Service) -> None:
 
     @app.exception_handler(HTTPException)
     async def no_route(request: fastapi.Request, error: HTTPException) -> Response:
-        where = f"{request.method} {request.url.path}"
+        where = f"{request.method} {request.url.path[:200]}"
         messages = {404: f"there is no {where}", 405: f"{where}: this path takes another method"}
         message = messages.get(error.status_code, str(error.detail))
         response = to_json(error_json(RequestError(message, status=error.status_code)), error.status_code)
@@ -355,11 +355,11 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 class HTTPServer(uvicorn.Server):
-    """uvicorn, with our signals: the first lets open calls finish for DRAIN_S and then fails them, the second fails them."""
+    """uvicorn, with our signals: the first lets open calls finish for `drain_s` and then fails them, the second fails them."""
 
-    def __init__(self, settings: uvicorn.Config, engine: EngineProcess):
+    def __init__(self, settings: uvicorn.Config, engine: EngineProcess, drain_s: float):
         super().__init__(settings)
-        self.engine, self.exit_code = engine, 0
+        self.engine, self.drain_s, self.exit_code = engine, drain_s, 0
 
     @contextlib.contextmanager
     def capture_signals(self):
@@ -368,17 +368,26 @@ class HTTPServer(uvicorn.Server):
         yield
 
     def leave(self) -> None:
-        later, running = asyncio.get_running_loop().call_later, self.engine.open_requests
         if self.should_exit:
-            log.info("ending at once; requests that were still running: %d", running)
+            log.info("ending at once; requests that were still running: %d", self.engine.open_requests)
             self.engine.fail_all("the server was shut down")
-            later(0.5, setattr, self, "force_exit", True)  # a client that does not read its error holds up nobody
+            # a client that does not read its error holds up nobody
+            asyncio.get_running_loop().call_later(0.5, setattr, self, "force_exit", True)
         else:
-            wait = f"; they get {DRAIN_S:g} s to finish, a second signal ends them at once" if running else ""
-            log.info("shutting down; requests still running: %d%s", running, wait)
             self.exit_code = self.exit_code or self.engine.exit_code  # not 0 while the engine is down
-            later(DRAIN_S, self.engine.fail_all, "the server was shut down")
+            self.drain(self.drain_s)
         self.should_exit = True
+
+    def drain(self, left_s: float) -> None:
+        """Say now and then what is waited for; fail it when no time is left."""
+        running, wait_s = self.engine.open_requests, min(left_s, SAY_EVERY_S)
+        if left_s <= 0:
+            log.info("ending; requests that were still running: %d", running)
+            return self.engine.fail_all("the server was shut down")
+        if running or left_s == self.drain_s:
+            wait = f"; they get {left_s:g} s to finish, a second signal ends them at once" if running else ""
+            log.info("shutting down; requests still running: %d%s", running, wait)
+        asyncio.get_running_loop().call_later(wait_s, self.drain, left_s - wait_s)
 
 
 async def serve(config: ServerConfig, sock: socket.socket, command: Sequence[str]) -> int:
@@ -387,8 +396,8 @@ async def serve(config: ServerConfig, sock: socket.socket, command: Sequence[str
     config = replace(config, port=port)
     service = Service(config, EngineProcess(command))
     settings = uvicorn.Config(create_app(service), log_level="warning", access_log=config.log_level == "debug", lifespan="on",
-                              timeout_graceful_shutdown=int(DRAIN_S) + 2)
-    server = HTTPServer(settings, service.engine)
+                              timeout_graceful_shutdown=int(config.drain_timeout) + 2)
+    server = HTTPServer(settings, service.engine, config.drain_timeout)
     starting = asyncio.create_task(announce(service, server, f"http://{f'[{host}]' if ':' in host else host}:{port}"))
     await server.serve(sockets=[sock])
     starting.cancel()

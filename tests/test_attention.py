@@ -221,7 +221,7 @@ def test_tokens_that_see_nothing_give_zero_and_no_nan(kernel_set):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("dim", [16, 48, 64, 80, 96, 128, 192, 256])
+@pytest.mark.parametrize("dim", [8, 16, 34, 48, 64, 80, 96, 104, 128, 192, 256])
 def test_head_dims_that_are_no_power_of_two(kernel_set, dim, dtype, api_case):
     """F055, the CPU backends; the Triton backend: test_attention_triton."""
     assert "80, 96, 192 fail to compile or read past the row" in api_case("F055")["fault"]
@@ -255,6 +255,16 @@ def test_both_halves_of_a_head_count(kernel_set, dim, half, api_case):
     want = attention.attention_reference(q, k_cache, v_cache, batch.table, batch.token_rows, batch.cols, dim**-0.5)
     got = attend(attention, kernel_set, batch, q, k_cache, v_cache)
     assert (got.double() - want).abs().max() <= 2e-2 and got.abs().max() > 0.1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_caches_that_share_one_tensor(kernel_set, dtype):
+    """A slot's keys and values side by side, as elsewhere: slots are then not contiguous in either cache."""
+    batch = ragged(np.random.default_rng(1), 5)
+    q, k_cache, v_cache = batch.tensors(6, 2, 40, dtype)
+    both = torch.stack((k_cache, v_cache), 1)
+    want = attend(attention, kernel_set, batch, q, k_cache, v_cache)
+    assert torch.equal(attend(attention, kernel_set, batch, q, both[:, 0], both[:, 1]), want)
 
 
 def test_a_row_computes_the_same_alone_and_in_company(kernel_set):

@@ -1,11 +1,13 @@
 """The Triton attention kernels, in Triton's interpreter where there is no CUDA device, against the torch backend."""
 
+import itertools
 import mmap
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from kernel_sets import SETS
 from ragged import attend, ragged, split_everything
 from triton_interpreter import DEVICE, FLOATS
 from triton_interpreter import attention as interpreted
@@ -134,25 +136,28 @@ def test_both_halves_of_a_head_count(dim, half):
     assert (got.float() - want.float()).abs().max() <= 2e-2 and got.abs().max() > 0.1
 
 
-def big_pool(slots: int, heads: int, dim: int) -> torch.Tensor:
-    """[slots, heads, dim] fp16. On CPU it is address space of which only the touched pages are ever backed by memory."""
-    if DEVICE == "cuda":
-        return torch.empty(slots, heads, dim, dtype=torch.float16, device=DEVICE)
+def big_pool(slots: int, heads: int, dim: int, dtype: torch.dtype, device: str) -> torch.Tensor:
+    """[slots, heads, dim]. On CPU it is address space of which only the touched pages are ever backed by memory."""
+    if device == "cuda":
+        return torch.empty(slots, heads, dim, dtype=dtype, device=device)
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)
-    return torch.frombuffer(mmap.mmap(-1, slots * heads * dim * 2, flags=flags), dtype=torch.float16).view(slots, heads, dim)
+    return torch.frombuffer(mmap.mmap(-1, slots * heads * dim * 2, flags=flags), dtype=dtype).view(slots, heads, dim)
 
 
-@pytest.mark.parametrize("name", ["torch", "triton"])
-def test_pools_of_more_than_two_to_the_31_elements(name, api_case):
+BACKENDS = dict.fromkeys(backend for backend, _ in SETS)  # on this CPU
+
+
+@pytest.mark.parametrize("name, dtype", [("triton", torch.float16), *itertools.product(BACKENDS, (torch.float16, torch.bfloat16))])
+def test_pools_of_more_than_two_to_the_31_elements(name, dtype, api_case):
     """F059: slot index times stride overflows 32 bits. The kernels compute addresses as on a device, in the interpreter too."""
     assert api_case("F059")["snippet"].startswith("Allocate K pool of 2,200,000 slots x 8 heads x 128")
     slots_in_pool, heads, dim = 2_200_000, 8, 128
     assert slots_in_pool * heads * dim > 2**31
-    module, kernel_module, device = (attention, kernels, "cpu") if name == "torch" else (interpreted, interpreted_kernels, DEVICE)
+    module, kernel_module, device = (interpreted, interpreted_kernels, DEVICE) if name == "triton" else (attention, kernels, "cpu")
     torch.manual_seed(0)
-    k_cache, v_cache = (big_pool(slots_in_pool, heads, dim) for _ in range(2))
+    k_cache, v_cache = (big_pool(slots_in_pool, heads, dim, dtype, device) for _ in range(2))
     slots = slots_in_pool - 1 - torch.randperm(100)
-    k, v, q = torch.randn(3, 100, heads, dim).to(torch.float16)
+    k, v, q = torch.randn(3, 100, heads, dim).to(dtype)
     kernel_module.store_kv(k.to(device), v.to(device), k_cache, v_cache, slots.to(device), backend=name)
     assert torch.equal(k_cache[slots.to(device)].cpu(), k) and torch.equal(v_cache[slots.to(device)].cpu(), v)
     want = torch.nn.functional.scaled_dot_product_attention(

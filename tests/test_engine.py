@@ -192,6 +192,7 @@ def test_bad_requests_are_refused_by_name_and_change_nothing(path, ids, kw, name
 @pytest.mark.parametrize("flags, text", [
     (dict(context_length=513), "512 positions"), (dict(page_size=65), "page_size"), (dict(schedule_policy="best"), "schedule_policy"),
     (dict(max_running_requests=0), "max_running_requests"), (dict(page_size="4"), "page_size"), (dict(random_seed=-1), "random_seed"), (dict(max_total_tokens=10**9), "MiB are free"), (dict(dtype="int8"), "dtype"),
+    (dict(max_total_tokens=63, page_size=64), "max_total_tokens is 63, less than a page of 64"), (dict(device="cpu", attention_backend="triton"), "does not run on the device cpu"),
     (dict(schedule_policy="lpm", disable_radix_cache=True), "disabled"), (dict(mem_fraction_static=0), "mem_fraction"), (dict(attention_backend="x"), "attention_backend"), (dict(device="gpu"), "cuda:N"), (dict(device="cuda:9"), "no GPU")])
 def test_bad_flags_are_refused_at_start(path, flags, text):
     with pytest.raises(ValueError, match=text):

@@ -101,6 +101,21 @@ def test_store_kv_writes_its_slots_and_no_others(kernel_set, dtype):
         assert torch.equal(caches, want)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_every_number_of_16_bits_is_read_and_written_as_torch_does(kernel_set, dtype):
+    """Sums of random pairs, of every number with nothing, and of its double: rounding, overflow, subnormal numbers, NaN."""
+    x = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(dtype)
+    if dtype == torch.bfloat16:  # the CPU's own instructions take subnormal bfloat16 for zero
+        x = x[~((x != 0) & (x.abs() < torch.finfo(dtype).tiny))]
+    x = x[: len(x) // 500 * 500].view(500, -1)
+    weight = torch.ones(x.shape[1], dtype=dtype)
+    for other in (torch.zeros_like(x), x, x.flatten()[torch.randperm(x.numel(), generator=torch.Generator().manual_seed(0))].view_as(x)):
+        got, want = kernels.add_rms_norm(x, other, weight, 1e-5)[1], other + x
+        if dtype == torch.bfloat16:
+            got, want = (sums.where(sums.abs() >= torch.finfo(dtype).tiny, sums * 0) for sums in (got, want))
+        torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_silu_mul(kernel_set, dtype):
     torch.manual_seed(0)
@@ -124,6 +139,18 @@ def test_linear_of_few_tokens(kernel_set, dtype):
             got = kernels.linear(x, weight, b)
             assert got.dtype == dtype
             torch.testing.assert_close(got.double(), want, rtol=3 * torch.finfo(dtype).eps, atol=25 * size**0.5 * torch.finfo(dtype).eps)
+
+
+def test_a_product_of_mixed_or_scattered_operands_is_torchs(kernel_set):
+    torch.manual_seed(0)
+    x, weight, bias = torch.randn(3, 64).bfloat16(), torch.randn(10, 64).bfloat16(), torch.randn(20).bfloat16()
+    want = torch.nn.functional.linear(x, weight, bias[::2])
+    for w, b in ((weight, bias[::2]), (weight.T.contiguous().T, bias[::2]), (torch.cat((weight, weight), 1)[:, :64], bias[::2].clone())):
+        torch.testing.assert_close(kernels.linear(x, w, b), want, rtol=2e-2, atol=2e-2)
+    unaligned = torch.empty(641, dtype=torch.bfloat16)[1:].view(10, 64).copy_(weight)
+    torch.testing.assert_close(kernels.linear(x, unaligned, bias[::2].clone()), want, rtol=2e-2, atol=2e-2)
+    with pytest.raises(RuntimeError, match="dtype"):
+        kernels.linear(x, weight.float())
 
 
 def test_a_backend_that_cannot_run_is_refused(monkeypatch):

@@ -1,6 +1,9 @@
 """LLM: the engine as a Python object; sync and async, lists and single prompts, streams, abort, shutdown."""
 
 import asyncio
+import gc
+import subprocess
+import sys
 import threading
 import time
 
@@ -28,7 +31,7 @@ def llm(path):
 def idle(llm):
     """Wait until nothing runs, then audit."""
     deadline = time.monotonic() + 20
-    while llm.engine.has_work or not llm._inbox.empty():
+    while llm.engine.has_work or not llm._loop.inbox.empty():
         assert time.monotonic() < deadline, "work is left over"
         time.sleep(0.01)
     llm.engine.check()
@@ -140,6 +143,35 @@ def test_an_empty_list_is_an_empty_list(llm):
 def test_unknown_flags_are_named():
     with pytest.raises(TypeError, match="max_seq_len"):
         LLM("demo", max_seq_len=5)
+
+
+def test_an_llm_that_is_dropped_ends_its_threads(path):
+    def ours():
+        gc.collect()
+        return {t for t in threading.enumerate() if t.name.startswith("nano_sgl")}
+    before = ours()
+    for off in (True, False):
+        llm = LLM(str(path), max_total_tokens=512, disable_overlap_schedule=off)
+        pieces = llm.stream("a", GREEDY)
+        next(pieces)
+        made = ours() - before
+        assert len(made) == 2 - off
+        del llm
+        assert ours() - before == made, "an open stream keeps the engine"
+        assert len(list(pieces)) == 11
+        del pieces
+        assert ours() == before
+
+
+@pytest.mark.parametrize("end, code", [("sys.exit(3)", 3), ("raise ValueError", 1)])
+def test_a_program_that_ends_in_the_middle_of_a_stream_ends_quietly(path, end, code):
+    script = f"""import sys; from nano_sgl import LLM
+llm = LLM({str(path)!r}, max_total_tokens=512)
+pieces = llm.stream("a", dict(max_tokens=400, ignore_eos=True))
+next(pieces)
+{end}"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert done.returncode == code and "step failed" not in done.stderr and done.stderr.count("Traceback") == (code == 1), done.stderr
 
 
 def test_after_shutdown_calls_say_so(path):

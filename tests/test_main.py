@@ -112,6 +112,10 @@ def test_a_conversation_at_a_terminal(demo_path):
 
     t.type("half a line\x03")
     t.read(r"leaves\)\n.*> $")
+    t.type("another half")
+    t.read("another half")  # the terminal throws away with a Ctrl-C what was not read before
+    t.type("\x03")  # something to clear: this is not the second that leaves
+    t.read(r"leaves\)\n.*> $")
     assert "max_tokens=4" in t.say("/params max_tokens=4"), "the half line is gone"
     t.say("/reset")
     t.type("\x1b[200~two lines\nthat are pasted\x1b[201~")

@@ -3,8 +3,10 @@
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
+import engines
 import pytest
 import torch
 from kernel_sets import SETS
@@ -33,7 +35,7 @@ def test_processes_that_build_at_once_and_one_that_finds_it_built(tmp_path):
 
 
 @pytest.mark.parametrize("env, words", [
-    (dict(CXX="no-such-compiler"), "no-such-compiler"), (dict(CXX="false"), "not used"), (dict(PATH="/nowhere"), "no C++ compiler was found")])
+    (dict(CXX="no-such-compiler"), "No such file or directory: 'no-such-compiler'"), (dict(CXX="false"), "not used"), (dict(PATH="/nowhere"), "no C++ compiler was found")])
 def test_without_a_compiler_one_line_says_so(tmp_path, env, words):
     code = LOAD + "; native.library(); import torch; from nano_sgl import kernels; print(kernels.silu_mul(torch.ones(1, 4)).shape)"
     out, err = start(tmp_path, code, **env).communicate(timeout=120)
@@ -41,10 +43,67 @@ def test_without_a_compiler_one_line_says_so(tmp_path, env, words):
     assert err.count("the C++ kernels are not used") == 1
 
 
-def test_a_cache_that_cannot_be_written_is_done_without(tmp_path):
+def test_a_cache_that_cannot_be_written_is_done_without(tmp_path):  # and a compiler may be several words
     (tmp_path / "kernels").write_text("a file where the folder should be")
-    out, err = start(tmp_path).communicate(timeout=120)
+    (tmp_path / "temporary").mkdir()
+    out, err = start(tmp_path, TMPDIR=str(tmp_path / "temporary"), CXX="env c++" if HAS_COMPILER else "").communicate(timeout=120)
     assert out.strip() == str(HAS_COMPILER), err
+    assert not list((tmp_path / "temporary").iterdir())  # nor does the process leave anything behind
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory) -> Path:
+    return engines.tiny_path(tmp_path_factory.mktemp("tiny"))
+
+
+def test_the_library_is_there_when_an_engine_is_made_and_not_first_at_a_request(tiny, monkeypatch):
+    asked, library = [], native.library
+    monkeypatch.setattr(native, "library", lambda: asked.append(True) or library())
+    engines.make(tiny, attention_backend="torch")
+    assert asked
+
+
+@pytest.fixture(scope="module")
+def texts(tiny) -> dict[str, engines.Answer]:
+    """What a plain engine writes to the requests with torch's operations."""
+    before = native.choice
+    native.use("off")
+    try:
+        reference = engines.Reference(tiny)
+        return {request.rid: reference(request) for request in engines.workload(3)}
+    finally:
+        native.use(before)
+
+
+def test_every_kernel_set_writes_the_same_texts(kernel_set, tiny, texts):
+    """Greedy and sampled, with filters, penalties and logprobs; rows in company, prompts in chunks."""
+    answers = engines.run(engines.make(tiny, chunked_prefill_size=48), engines.workload(3))
+    for rid, answer in answers.items():
+        engines.same(answer, texts[rid])
+
+
+def test_threads_of_one_process_do_not_disturb_each_other(kernel_set):
+    """Each of four has its own scratch, also while OpenMP's threads work for all of them."""
+    torch.manual_seed(0)
+    weight = torch.randn(2000, 256).bfloat16()
+    inputs = torch.randn(4, 20, 256).bfloat16()
+    work = lambda x: kernels.silu_mul(kernels.linear(kernels.rms_norm(x, weight[0], 1e-5), weight))
+    torch.set_num_threads(2)
+    try:
+        wanted, failed = [work(x) for x in inputs], []
+
+        def loop(x, want):
+            torch.set_num_threads(2)
+            failed.extend(n for n in range(50) if not torch.equal(work(x), want))
+
+        threads = [threading.Thread(target=loop, args=pair) for pair in zip(inputs, wanted)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        torch.set_num_threads(1)
+    assert not failed
 
 
 def test_what_the_library_does_not_take_goes_to_torch():
@@ -53,3 +112,6 @@ def test_what_the_library_does_not_take_goes_to_torch():
     turned = torch.randn(8, 3).T  # its rows are not contiguous
     assert kernels.route(turned) == "torch"
     torch.testing.assert_close(kernels.silu_mul(turned), kernels.silu_mul(turned.contiguous()))
+    for refused in (x, turned) if HAS_COMPILER else ():
+        with pytest.raises(ValueError, match="backend='cpp' takes no torch.float"):
+            kernels.silu_mul(refused, backend="cpp")

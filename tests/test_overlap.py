@@ -5,6 +5,7 @@ import gc
 import random
 import threading
 import time
+import weakref
 
 import pytest
 
@@ -253,6 +254,51 @@ def test_what_is_behind_a_failed_step_does_not_run(path):
 
 
 @pytest.mark.parametrize("device, depth", DEVICES)
+def test_what_a_failed_step_had_allocated_is_free_before_the_next(path, reference, device, depth):
+    """Or a step that ran out of memory would find as little when it is tried again."""
+    engine, held = overlapped(path, device, depth), []
+    forward = engine.model.forward
+
+    def fails_once(batch, kv):
+        if held:
+            assert held[0]() is None, "the failed step's tensors are still there"
+            return forward(batch, kv)
+        activations = forward(batch, kv)
+        held.append(weakref.ref(activations))
+        raise RuntimeError("out of memory")
+    engine.model.forward = fails_once
+    gc.disable()
+    try:
+        r = request("a", prompt(20, 1), params())
+        same(run(engine, [r])["a"], reference(r))
+    finally:
+        gc.enable()
+    engine.shutdown()
+
+
+def test_an_interrupt_leaves_the_books_right(path, reference):
+    """Ctrl-C in a step of an engine that its user drives: it is raised where it was pressed, and the engine can go on."""
+    for engine in (overlapped(path, "late", 1), engines.make(path)):
+        forward, presses = engine.model.forward, [KeyboardInterrupt]
+
+        def interrupted(batch, kv):
+            if presses:
+                raise presses.pop()
+            return forward(batch, kv)
+        engine.model.forward = interrupted
+        r = request("a", prompt(20, 1), params())
+        engine.add(r)
+        with pytest.raises(KeyboardInterrupt):
+            while True:
+                engine.step()
+        engine.check()
+        ids = []
+        while engine.has_work:
+            ids += [token for chunk in engine.step() for token in chunk.output_ids]
+        assert ids == reference(r).ids
+
+
+@pytest.mark.parametrize("device, depth", DEVICES)
 def test_nan_logits_end_their_request_alone(path, reference, device, depth):
     engine = overlapped(path, device, depth)
     logits = engine.model.logits
@@ -410,6 +456,9 @@ def test_an_engine_that_is_shut_down_or_dropped_takes_its_thread_along(path):
         engine.step()
     assert engine.flights and len(workers()) == before + 1
     del engine
+    deadline = time.monotonic() + 20
+    while len(workers()) > before and time.monotonic() < deadline:  # the worker itself lets go of the engine, once the step in flight is done
+        time.sleep(0.005)
     assert len(workers()) == before
     engine = engines.make(path, disable_overlap_schedule=False)
     for i in range(2):

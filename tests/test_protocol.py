@@ -162,6 +162,7 @@ def test_ranges(name, good, bad):
 def test_messages_say_what_was_given_and_expected():
     assert str(refused({"top_p": 1.5}, "top_p")) == "top_p must be a number in [0, 1]; got 1.5"
     assert "integer in [1, 128]; got 1000000" in str(refused({"n": 1_000_000}, "n"))
+    assert str(RANGES["priority"]) == "an integer in [-2147483647, 2147483647]", "no rounded bounds"
     assert "(0, 2]; got 0" in str(refused({"repetition_penalty": 0}, "repetition_penalty"))
     assert "max_new_tokens" in str(refused({"max_tokens": -3}, "max_tokens", "-3"))
     with pytest.raises(RequestError, match="logit_bias.*got 49152"):

@@ -413,6 +413,50 @@ def test_one_that_always_fails_is_ended_alone():
     assert ended == [poison] and poison.output_ids == [] and all(r.output_ids == [1] * 4 for r in others)
 
 
+@pytest.mark.parametrize("depth", [0, 1, 2])
+@pytest.mark.parametrize("cache", [True, False])
+def test_who_passes_where_a_step_failed_shares_steps_again(depth, cache):
+    """A step that fails once costs each of its requests one step alone; those that only wait are no suspects."""
+    d = Driver(depth=depth, cache=cache, max_running=3)
+    reqs = [d.add(ids(20, 100 * i), max_tokens=30) for i in range(3)]
+    bystander = d.add(ids(20, 900), max_tokens=30)
+    for _ in range(8):
+        d.step()
+    known = [r.known_len for r in reqs]
+    while len(d.flights) <= depth:
+        d.launch()
+    assert d.scheduler.fail(d.flights) == []
+    d.flights.clear()
+    assert [r.suspect for r in [*reqs, bystander]] == [True, True, True, False]
+    alone = []
+    while any(r.suspect for r in reqs):
+        batch = d.step()
+        alone += [] if batch is None else [r.rid for r in batch.reqs]
+        assert batch is None or len(batch.reqs) == 1 and len(alone) < 20
+    assert list(dict.fromkeys(alone))[:3] == ["r1", "r2", "r3"] and all(r.known_len > k for r, k in zip(reqs, known))
+    shared = max(len(batch.reqs) for _ in range(6) if (batch := d.step()) is not None)
+    d.run()
+    assert shared == 3 and all(r.output_ids == [1] * 30 for r in [*reqs, bystander])
+
+
+def test_one_that_fails_late_is_found_however_often_it_was_cleared():
+    """Its prompt is computed without fault each time; the fault is at one position of the output."""
+    d = Driver(budget=16, depth=1)
+    poison, *others = [d.add(ids(40, 100 * i), max_tokens=12) for i in range(4)]
+    ended, failures = [], 0
+    for _ in range(500):
+        if not d.scheduler.has_work and not d.flights:
+            break
+        batch = d.launch()
+        if d.flights and poison in d.flights[0].reqs and d.flights[0].kv_bounds[d.flights[0].reqs.index(poison)] == 45:
+            ended, failures = ended + d.scheduler.fail(d.flights), failures + 1
+            d.flights.clear()
+        elif d.flights and (len(d.flights) > 1 or batch is None):
+            d.commit()
+        d.scheduler.check()
+    assert ended == [poison] and failures == 2 and all(r.output_ids == [1] * 12 for r in others)
+
+
 def test_spoiled_kv_does_not_stay():
     d = Driver()
     d.add(ids(30), max_tokens=1)
