@@ -1,4 +1,5 @@
 # make serve: install, get the demo model, start the server.   make test: install and run every test.
+# make soak: five minutes of clients that leave, stall and send rubbish, and what they must not break.
 # Variables: MODEL, ARGS (more server flags), PYTHON, PIP_ARGS (e.g. --extra-index-url https://download.pytorch.org/whl/cpu), PYTEST_ARGS.
 PYTHON ?= python3
 PIP_ARGS ?=
@@ -9,13 +10,16 @@ VENV := .venv
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip install --disable-pip-version-check --quiet -c constraints.txt $(PIP_ARGS)
 
-.PHONY: serve test clean
+.PHONY: serve test soak clean
 
 serve: $(VENV)/.runs
 	$(PY) -m nano_sgl.server --model $(MODEL) $(ARGS)
 
 test: $(VENV)/.tests
 	$(PY) -m pytest $(PYTEST_ARGS)
+
+soak: $(VENV)/.tests
+	$(PY) bench/soak.py $(ARGS)
 
 $(PY):
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \

@@ -62,6 +62,8 @@ SAY_EVERY_S = 5.0           # how often a server that is shutting down says what
 HEALTH_TIMEOUT_S = 20.0     # within which a healthy engine makes a token
 RETRY_AFTER_S = 1           # what a client that gets a 503 should wait; the engine's start takes longer
 RETRY_START_AFTER_S = 5
+KEEP_ALIVE_S = 75  # longer than clients keep an idle connection (httpx and OpenAI's client 5 s): who closes first must not be the server, or
+                   # a request that is just being sent is lost
 ERROR_TYPES = {400: "invalid_request_error", 404: "not_found_error", 413: "invalid_request_error", 503: "service_unavailable",
                504: "timeout_error"}
 CLIENT_GONE = 499           # nginx's number for a client that did not wait; nobody reads it
@@ -396,7 +398,7 @@ async def serve(config: ServerConfig, sock: socket.socket, command: Sequence[str
     config = replace(config, port=port)
     service = Service(config, EngineProcess(command))
     settings = uvicorn.Config(create_app(service), log_level="warning", access_log=config.log_level == "debug", lifespan="on",
-                              timeout_graceful_shutdown=int(config.drain_timeout) + 2)
+                              timeout_graceful_shutdown=int(config.drain_timeout) + 2, timeout_keep_alive=KEEP_ALIVE_S)
     server = HTTPServer(settings, service.engine, config.drain_timeout)
     starting = asyncio.create_task(announce(service, server, f"http://{f'[{host}]' if ':' in host else host}:{port}"))
     await server.serve(sockets=[sock])
