@@ -77,7 +77,7 @@ class Terminal:
 
 
 def test_a_conversation_at_a_terminal(demo_path):
-    t = Terminal("--max-total-tokens", "8192")
+    t = Terminal("--max-total-tokens", "8192", "--dtype", "float32")  # in bfloat16 the first words are as good as a tie
     assert "ready after" in t.read(PROMPT, 120)
 
     assert "temperature=0  max_tokens=40" in t.say("/params temperature=0 max_tokens=40")
