@@ -23,7 +23,7 @@ back and runs each request of the one that failed alone, until it is past the po
 engine goes on. Only a GPU that is lost ends it.
 
 This file alone holds text and tensors together. Cost: the longer of host and device a step, where in line it is their sum. Where it stops: on a
-CPU both want the interpreter lock and the same cores, so only the host's own time is won (`bench/overlap.py`: a few percent; a shorter switch
+CPU both want the interpreter lock and the same cores, so only the host's own time could be won (`bench/overlap.py`: next to nothing; a shorter switch
 interval of Python's makes no difference, for the kernels hold no lock). Source: SGLang's overlap scheduler (2024).
 """
 

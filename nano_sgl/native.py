@@ -85,7 +85,7 @@ def _library(march: str) -> ctypes.CDLL | None:
     try:
         return build(march)
     except (BuildError, OSError, subprocess.SubprocessError) as error:
-        log.warning("the C++ kernels are not used, torch's operations stand in for them (several times slower): %s", error)
+        log.warning("the C++ kernels are not used, torch's slower operations stand in for them: %s", error)
         return None
 
 

@@ -298,7 +298,7 @@ def test_an_interrupt_leaves_the_books_right(path, reference):
         assert ids == reference(r).ids
 
 
-@pytest.mark.parametrize("device, depth", DEVICES)
+@pytest.mark.parametrize("device, depth", [("late", 0), *DEVICES])
 def test_nan_logits_end_their_request_alone(path, reference, device, depth):
     engine = overlapped(path, device, depth)
     logits = engine.model.logits
@@ -313,6 +313,7 @@ def test_nan_logits_end_their_request_alone(path, reference, device, depth):
     answers = run(engine, requests)
     ended = [a for a in answers.values() if a.reason == "error"]
     assert len(ended) == 1 and "finite" in ended[0].error
+    assert [a.ids == reference(r).ids for r, a in zip(requests, answers.values())].count(True) == 1
     engine.model.logits = logits
     assert all(run(engine, [r])[r.rid].ids == reference(r).ids for r in requests), "KV of a spoiled request was kept"
     engine.shutdown()
