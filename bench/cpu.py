@@ -5,8 +5,7 @@
 Workloads: `one` a single stream, 49 tokens in and 128 out; `prefill` 2,048 tokens in and 1 out; `shared` 16 prompts of 1,000 common tokens and 50 of
 their own, 64 out; `apart` 16 prompts of 500 tokens with nothing in common, 32 out. Both sides get the same ids, greedy, no end token, and run in turn.
 
-Floors: decode reads the weights once a step at the measured read bandwidth; prefill does the model's multiplications (2 a weight and token, head
-excluded, plus attention) at the measured GEMM rate. A floor of `shared` counts the common prefix once. "of floor" is floor time / measured time.
+Floors: see floor_seconds. That of `shared` counts the common prefix once. "of floor" is floor time / measured time.
 """
 
 import argparse
@@ -16,7 +15,7 @@ import time
 import torch
 import transformers
 
-from nano_sgl import LLM, SamplingParams, weights
+from nano_sgl import LLM, SamplingParams, kernels, weights
 
 WORKLOADS = {"one": (1, 0, 49, 128), "prefill": (1, 0, 2048, 1), "shared": (16, 1000, 50, 64), "apart": (16, 0, 500, 32)}
 
@@ -28,9 +27,9 @@ def read_bandwidth() -> float:
 
 
 def gemm_rate(dtype: torch.dtype) -> float:
-    """FLOP a second of [2048, 576] x [576, 3072], the model's gate-up at a long prompt."""
-    a, b = torch.ones(2048, 576, dtype=dtype), torch.ones(3072, 576, dtype=dtype)
-    return 2 * 2048 * 576 * 3072 / best(lambda: torch.nn.functional.linear(a, b))
+    """FLOP a second of [2048, 576] x [576, 3072], the model's gate-up at a long prompt: torch's or ours, whichever is faster."""
+    a, b = torch.randn(2048, 576).to(dtype), torch.randn(3072, 576).to(dtype)
+    return 2 * 2048 * 576 * 3072 / min(best(lambda: torch.nn.functional.linear(a, b)), best(lambda: kernels.linear(a, b)))
 
 
 def best(work, seconds: float = 2.0) -> float:
@@ -49,16 +48,19 @@ def prompts_of(count: int, shared: int, own: int, seed: int, vocab: int) -> list
     return [head + ids(own) for _ in range(count)]
 
 
-def floor_seconds(model, workload, bandwidth: float, flops: float) -> float:
-    """Prompt tokens that differ at the GEMM rate, then one read of the weights a step."""
-    count, shared, own, out = workload
+def floor_seconds(model, tokens: int, pairs: int, steps: int, bandwidth: float, flops: float) -> float:
+    """The least time that a workload could take on this machine, one kind of work after the other.
+
+    Prefill: the multiplications of `tokens`, two for each weight but the head's, and of `pairs` (of a token and one that it sees) in attention, at
+    the measured GEMM rate. Decode: one read of all weights a step, at the measured bandwidth; a step makes a token for each of the streams that may run at
+    once, so `steps` is the output tokens, less each answer's first, divided by the concurrency. Not counted: decode's multiplications, reading and
+    writing keys and values, sampling, HTTP. (An engine that puts both kinds into one step reads the weights less often than this.)
+    """
     c = model.config
     head = c.vocab_size * c.hidden_size
     total = sum(t.numel() for t in model.parameters().values()) + (0 if c.tied else -head)
-    body = total - head
-    pairs = shared * shared / 2 + count * (own * shared + own * own / 2)
-    prefill = (2 * body * (shared + count * own) + 4 * pairs * c.num_layers * c.num_heads * c.head_dim) / flops
-    return prefill + (out - 1) * total * model.dtype.itemsize / bandwidth
+    prefill = (2 * (total - head) * tokens + 4 * pairs * c.num_layers * c.num_heads * c.head_dim) / flops
+    return prefill + steps * total * model.dtype.itemsize / bandwidth
 
 
 def main() -> None:
@@ -93,7 +95,8 @@ def main() -> None:
                 theirs.append(end - middle)
                 same += sum(o.output_ids == e.tolist() for o, e in zip(outputs, expected))
         a, b = statistics.median(ours), statistics.median(theirs)
-        floor = floor_seconds(llm.engine.model, WORKLOADS[name], bandwidth, flops)
+        pairs = shared * shared // 2 + count * (own * shared + own * own // 2)
+        floor = floor_seconds(llm.engine.model, shared + count * own, pairs, out - 1, bandwidth, flops)
         print(f"{name:10}{count * (shared + own):8}{count * out:6}{a:10.2f}{b:16.2f}{b / a:8.2f}{floor / a:15.2f}{floor / b:8.2f}"
               f"{same:8}/{count * args.repeats}", flush=True)
     llm.shutdown()

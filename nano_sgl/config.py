@@ -54,6 +54,7 @@ class EngineConfig:
     """Every flag of the engine: keywords of `LLM`, command-line flags of the server (dashes for underscores)."""
     model: str = flag("demo", "demo, a local directory, a Hugging Face id or a .gguf file")
     dtype: str = flag("auto", "auto is the checkpoint's", ("auto", "float32", "bfloat16", "float16"))
+    quantization: str | None = flag(None, "int8 keeps matrices in 8 bits, made as they are loaded; none by default", ("int8",))
     device: str = flag("auto", "auto is cuda where there is one, else cpu")
     context_length: int | None = flag(None, "tokens of prompt and output together; the model's by default", within=ROOM)
     max_running_requests: int | None = flag(None, "rows of a batch; 64 on CPU, 256 on GPU by default", within=TOKENS._replace(high=2**16))
@@ -77,8 +78,10 @@ class EngineConfig:
 
     def __post_init__(self):
         check(self)
-        if self.dtype not in (choices := type(self).__dataclass_fields__["dtype"].metadata["choices"]):
-            raise ValueError(f"dtype is {self.dtype!r}, expected one of {', '.join(choices)}")
+        for name in ("dtype", "quantization"):
+            value, choices = getattr(self, name), type(self).__dataclass_fields__[name].metadata["choices"]
+            if value is not None and value not in choices:
+                raise ValueError(f"{name} is {value!r}, expected {'one of ' * (len(choices) > 1)}{', '.join(choices)}")
         if not re.fullmatch(DEVICE, self.device):
             raise ValueError(f"device is {self.device!r}, expected auto, cpu, cuda or cuda:N")
         if self.chunked_prefill_size is not None and self.chunked_prefill_size < self.page_size:

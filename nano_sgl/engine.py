@@ -182,7 +182,7 @@ class Engine:
         if self.context_len > made_for:
             raise ValueError(f"context_length is {self.context_len}, but the model was made for {made_for} positions")
         self.tokenizer = weights.load_tokenizer(self.path)
-        self.model: Model = load(self.path, config.dtype, self.device, context_len=self.context_len)
+        self.model: Model = load(self.path, config.dtype, self.device, context_len=self.context_len, quantization=config.quantization)
         model = self.model.config
         self.vocab_size = model.vocab_size
         self.end_ids = weights.end_ids(self.path, self.tokenizer)

@@ -8,7 +8,12 @@ over that memory plus a launch. So each step between products is one kernel:
                                                         '-----store_kv----> the pool, at the step's slots
     attention (attention.py) --[product]--> x ... gate_up --silu_mul--> [product] --> x
 
-A [product] is `linear`: torch's, but on a CPU few tokens of bfloat16 go to kernels.cpp, which reads the weights once.
+A [product] is `linear`: torch's, or on a CPU, for as many tokens as it is faster at, kernels.cpp's. There a whole step is one call as well
+(`Model.forward`): the operations here then only serve what a model does in its own way.
+
+A `QuantizedWeight` is a matrix of bytes: few tokens, whose time is that of reading the weights, take half of bfloat16's. Whole numbers
+up to 127 are exact in any float dtype: kernels multiply by them, sum in fp32, and apply a row's factor to the sum. For many tokens the
+weights become x's dtype again, and where torch multiplies them they are rounded to it, which adds no more than rounding x has.
 
 Names: T tokens of the step, E hidden size, N heads, D head dim, G kv heads, S slots of the pool, R rotated entries of a head.
 A *twin* is the same function in plain torch: the oracle of the tests, and the path where nothing better is. Tensors on a CUDA or
@@ -24,10 +29,13 @@ fit one program (hidden sizes above 64k).
 
 Triton compiles at the first call. `compile_ahead` does it without the device, for the tests and for a cold start; the interpreter
 (TRITON_INTERPRET=1 while this module is imported) runs the same kernels in numpy. After: Zhang and Sennrich 2019 (RMSNorm),
-Su et al. 2021 (RoPE), Shazeer 2020 (SwiGLU), Tillet et al. 2019 (Triton).
+Su et al. 2021 (RoPE), Shazeer 2020 (SwiGLU), Jacob et al. 2018 (integer weights), Tillet et al. 2019 (Triton).
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -41,6 +49,45 @@ try:
     from triton.compiler import ASTSource
 except ImportError:  # macOS, Windows, a bare CPU machine: the torch twins carry everything
     triton = tl = None
+
+
+QUANTIZE_AT_ONCE = 2**22  # elements, so that scratch is small beside any model
+
+
+@dataclass(frozen=True)
+class QuantizedWeight:
+    """A matrix [N, K] as whole numbers and a factor per row: row n is values[n] * scales[n]. What a checkpoint is read into needs of a
+    tensor, it has: `shape`, `nbytes`, `split`, `copy_`."""
+    values: torch.Tensor     # [N, K] int8, contiguous; -127 to 127, never -128
+    scales: torch.Tensor     # [N] fp32
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.values.shape
+
+    @property
+    def nbytes(self) -> int:
+        return self.values.nbytes + self.scales.nbytes
+
+    def split(self, rows: int | Sequence[int]) -> list[QuantizedWeight]:
+        """Views of so many rows each, as a tensor's `split` makes them."""
+        return [QuantizedWeight(*part) for part in zip(self.values.split(rows), self.scales.split(rows))]
+
+    def copy_(self, matrix: torch.Tensor) -> QuantizedWeight:
+        """Becomes the nearest to a float matrix: each entry within half a scale, the largest of a row at 127 or -127. A row of zeros has the
+        scale 1. ValueError for NaN and infinity; some rows may have been overwritten by then."""
+        rows = max(QUANTIZE_AT_ONCE // matrix.shape[1], 1)
+        for part, values, scales in zip(matrix.split(rows), self.values.split(rows), self.scales.split(rows)):
+            part = part.to(self.values.device).float()
+            scale = part.abs().amax(1) / 127
+            if not scale.isfinite().all():
+                raise ValueError("NaN or infinity cannot be quantised to int8")
+            scales.copy_(torch.where(scale < torch.finfo(torch.float32).tiny, 1, scale))
+            values.copy_((part / scales[:, None]).round_())
+        return self
+
+
+Weight = torch.Tensor | QuantizedWeight
 
 
 def route(x: torch.Tensor, backend: str | None = None) -> str:
@@ -141,12 +188,29 @@ def silu_mul(gate_up: torch.Tensor, backend: str | None = None) -> torch.Tensor:
     return F.silu(gate).mul_(up)
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, backend: str | None = None) -> torch.Tensor:
-    """x [T, K] times weight [N, K] transposed, plus bias [N]: [T, N]. Torch's product, except for few tokens of bfloat16 on a CPU."""
-    if x.dtype == weight.dtype == torch.bfloat16 and route(x, backend) == "cpp" and 0 < len(x) <= native.library().few:
-        if weight.is_contiguous() and (bias is None or bias.dtype == x.dtype and bias.is_contiguous()):
-            return _call_linear(x, weight, bias)
-    return F.linear(x, weight, bias)
+def linear(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None, backend: str | None = None,
+           dtype: torch.dtype | None = None) -> torch.Tensor:
+    """x [T, K] times weight [N, K] transposed, plus bias [N]: [T, N] of `dtype`, x's unless it is said to be float32. Torch's product, except
+    on a CPU for as many tokens as kernels.cpp is faster at, and for quantised weights and at most TRITON_FEW tokens on a GPU."""
+    quantised, dtype = isinstance(weight, QuantizedWeight), dtype or x.dtype
+    match route(x, backend):
+        case "cpp" if 0 < len(x) <= native.few(x.dtype) and (quantised or weight.dtype == x.dtype and weight.is_contiguous()):
+            return _call_linear(x, weight, bias, dtype)
+        case "triton" if quantised and len(x) <= TRITON_FEW:
+            return _launch_linear_int8(x, weight, bias, dtype)
+    return F.linear(x, dequantize(weight, x.dtype) if quantised else weight, bias).to(dtype)
+
+
+def embedding(ids: torch.Tensor, weight: Weight, dtype: torch.dtype) -> torch.Tensor:
+    """Rows `ids` [T] int64 of weight [V, E]: [T, E] dtype."""
+    if isinstance(weight, QuantizedWeight):
+        return dequantize(QuantizedWeight(weight.values[ids], weight.scales[ids]), dtype)
+    return F.embedding(ids, weight)
+
+
+def dequantize(weight: QuantizedWeight, dtype: torch.dtype) -> torch.Tensor:
+    """The matrix [N, K] in a float dtype: products in fp32, rounded once."""
+    return torch.mul(weight.values, weight.scales[:, None], out=torch.empty(weight.shape, dtype=dtype, device=weight.values.device))
 
 
 # ---- C++ ----------------------------------------------------------------------------------------------------------------------
@@ -178,11 +242,19 @@ def _call_store_kv(k, v, k_cache, v_cache, slots):
         k.stride(1) * size, v.stride(0) * size, v.stride(1) * size, k_cache.stride(0) * size, k.shape[2] * size, torch.get_num_threads())
 
 
-def _call_linear(x, weight, bias):
-    out = torch.empty((len(x), len(weight)), dtype=x.dtype)
-    native.library().nano_linear(x.data_ptr(), weight.data_ptr(), None if bias is None else bias.data_ptr(), out.data_ptr(), len(x),
-                                 len(weight), x.shape[1], x.stride(0), torch.get_num_threads(), native.DTYPES[x.dtype])
+def _call_linear(x, weight, bias, dtype):
+    out = torch.empty((len(x), weight.shape[0]), dtype=dtype)
+    bias = None if bias is None else bias.to(x.dtype).contiguous()
+    native.library().nano_linear(x.data_ptr(), native_weight(weight, bias), out.data_ptr(), len(x), x.stride(0), dtype == torch.float32,
+                                 torch.get_num_threads(), native.DTYPES[x.dtype])
     return out
+
+
+def native_weight(weight: Weight, bias: torch.Tensor | None) -> native.Weight:
+    """Pointers; whoever uses them keeps the tensors."""
+    values, scales = (weight.values, weight.scales) if isinstance(weight, QuantizedWeight) else (weight, None)
+    at = lambda x: None if x is None else x.data_ptr()
+    return native.Weight(at(values), at(scales), at(bias), *values.shape)
 
 
 def _call_silu_mul(gate_up):
@@ -302,13 +374,56 @@ def _launch_silu_mul(gate_up):
     return out
 
 
+@jit
+def _linear_int8_kernel(x, values, scales, bias, out, tokens, outputs, size, x_stride, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
+                        BLOCK_K: tl.constexpr):
+    """One program per block of tokens and of outputs; values [outputs, size] and out [tokens, outputs] are contiguous."""
+    token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    output = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    rows, columns = token < tokens, output < outputs
+    i = tl.arange(0, BLOCK_K)
+    x += token.to(tl.int64)[:, None] * x_stride + i[None]
+    values += output.to(tl.int64)[None] * size + i[:, None]
+    acc = tl.full((BLOCK_T, BLOCK_N), 0.0, tl.float32)
+    for start in range(0, size, BLOCK_K):
+        left = size - start
+        a = tl.load(x + start, rows[:, None] & (i < left)[None], 0.0)          # [BLOCK_T, BLOCK_K]
+        w = tl.load(values + start, columns[None] & (i < left)[:, None], 0)    # [BLOCK_K, BLOCK_N] int8
+        acc = tl.dot(a, w.to(a.dtype), acc, input_precision="ieee")
+    acc *= tl.load(scales + output, columns, 0.0)[None]
+    if bias is not None:
+        acc += tl.load(bias + output, columns, 0.0).to(tl.float32)[None]
+    tl.store(out + token.to(tl.int64)[:, None] * outputs + output[None], acc, rows[:, None] & columns[None])
+
+
+TRITON_FEW = 256  # tokens; by an H200's data sheet, of more this kernel loses more against torch's product than dequantising costs
+
+
+def _int8_blocks(tokens: int, fp32: bool) -> dict:
+    """Decode reads long pieces in many programs; fp32, which tensor cores do not take, multiplies what registers can hold."""
+    if tokens <= 16:
+        return dict(BLOCK_T=16, BLOCK_N=32, BLOCK_K=32 if fp32 else 256, num_warps=4, num_stages=3)
+    return dict(BLOCK_T=64, BLOCK_N=64, BLOCK_K=16 if fp32 else 64, num_warps=4, num_stages=3)
+
+
+def _launch_linear_int8(x, weight, bias, dtype):
+    outputs, size = weight.shape
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    out = torch.empty((len(x), outputs), dtype=dtype, device=x.device)
+    blocks = _int8_blocks(len(x), x.dtype == torch.float32)
+    if len(x):  # programs of one block of outputs stand side by side: they find its weights in the cache
+        _linear_int8_kernel[(cdiv(len(x), blocks["BLOCK_T"]), cdiv(outputs, blocks["BLOCK_N"]))](
+            x, weight.values, weight.scales, bias, out, len(x), outputs, size, x.stride(0), **blocks)
+    return out
+
+
 # ---- compiling without the device --------------------------------------------------------------------------------------------
 
 TARGETS = {"sm_80": ("cuda", 80, 32), "sm_90": ("cuda", 90, 32), "gfx942": ("hip", "gfx942", 64)}
 _TYPES = dict.fromkeys(("eps", "scale", "softcap"), "fp32") | dict.fromkeys(("part", "part_lse"), "*fp32")  # by argument name
 _TYPES |= dict.fromkeys(("table", "cols", "base", "items", "item_count", "segment", "seg_first", "shifts"), "*i32")
-_TYPES |= dict.fromkeys(("slots", "bits"), "*i64")
-_INTS = {"size", "heads", "kv_heads", "head_dim", "dim", "tokens"}
+_TYPES |= dict.fromkeys(("slots", "bits"), "*i64") | {"values": "*i8", "scales": "*fp32"}
+_INTS = {"size", "heads", "kv_heads", "head_dim", "dim", "tokens", "outputs"}
 
 
 def compile_ahead(kernel, target: str, dtype: str, constants: dict, **options):
@@ -327,10 +442,19 @@ def compile_ahead(kernel, target: str, dtype: str, constants: dict, **options):
     return triton.compile(ASTSource(kernel, types, constants, aligned), target=GPUTarget(*TARGETS[target]), options=options)
 
 
+def compile_linear_int8(target: str, dtype: str, tokens: int, bias: bool):
+    """The product of so many tokens with a quantised weight; see compile_ahead."""
+    options = _int8_blocks(tokens, dtype == "fp32")
+    constants = {name: options.pop(name) for name in ("BLOCK_T", "BLOCK_N", "BLOCK_K")} | ({} if bias else {"bias": None})
+    return compile_ahead(_linear_int8_kernel, target, dtype, constants, **options)
+
+
 def compile_all(target: str, dtype: str, hidden: int = 4096, kv_size: int = 1024, rotary: int = 128) -> dict:
     """This module's kernels for a model's sizes, by name; see compile_ahead."""
     alone = {"residual": None, "new_residual": None, "ADD": False}
-    return {
+    products = {f"linear_int8 {tokens} {'bias' if bias else 'no bias'}": compile_linear_int8(target, dtype, tokens, bias)
+                for tokens in (16, 64) for bias in (False, True)}
+    return products | {
         "rms_norm": compile_ahead(_rms_norm_kernel, target, dtype, {**alone, "BLOCK": pow2(hidden)}, num_warps=8),
         "add_rms_norm": compile_ahead(_rms_norm_kernel, target, dtype, {"ADD": True, "BLOCK": pow2(hidden)}, num_warps=8),
         "rope": compile_ahead(_rope_kernel, target, dtype, {"HALF": rotary // 2, "BLOCK_H": 16, "BLOCK_R": pow2(rotary // 2)}),

@@ -16,11 +16,15 @@ Names: H query heads share G key/value heads, H / G each; D is the head dimensio
 the width of the feed-forward part. q, k, v are one matrix [(H + 2G) D, E], gate and up another [2I, E]: one multiplication
 each, and the checkpoint's tensors are read straight into their rows.
 
+With `quantization="int8"` these matrices, o, down and the head are `QuantizedWeight`s. A row's scale depends on that row alone, so the
+rows of a fused matrix are quantised as their tensors come. A head tied to the embedding is one matrix of 8 bits for both; an
+embedding of its own, of which a step reads a few rows, keeps its dtype, as do norms and biases.
+
 The invariant: logits equal those of `transformers` up to rounding, for every family and switch, however the sequence is cut
-into steps.
+into steps; quantised, they are those of the weights that the 8 bits stand for.
 The cost of a token is 2 flops a weight, plus attention; below some tens of tokens a step the time is that of reading the
-weights once. The loop over layers does no work on the host but calling kernels, so a device can run ahead of it. The head runs
-on the rows that need logits.
+weights once. The loop over layers does no work on the host but calling kernels, so a device can run ahead of it; on a CPU, where a
+call costs as much as the work of a few tokens, kernels.cpp has the loop too. The head runs on the rows that need logits.
 
 To add an architecture, write a class and register it under the name that stands in `architectures`:
 
@@ -40,17 +44,19 @@ in `transformers`.
 
 from __future__ import annotations
 
+import ctypes
 import math
+import operator
 import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
-import torch.nn.functional as F
 from tqdm import tqdm
 
-from . import kernels
+from . import kernels, native
+from .kernels import QuantizedWeight, Weight
 from .memory import KVPool
 from .weights import DTYPE_NAMES, Checkpoint, ModelError, load_config
 
@@ -125,22 +131,24 @@ class ForwardBatch:
 class Layer:
     """One layer's parameters, fused where one multiplication can do for several. Biases and norms that a model lacks are None."""
     input_norm: torch.Tensor                   # [E]
-    qkv: torch.Tensor                          # [(H + 2G) D, E]
+    qkv: Weight                                # [(H + 2G) D, E]
     qkv_bias: torch.Tensor | None              # [(H + 2G) D]
     q_norm: torch.Tensor | None                # [D]
     k_norm: torch.Tensor | None                # [D]
-    o: torch.Tensor                            # [E, H D]
+    o: Weight                                  # [E, H D]
     o_bias: torch.Tensor | None                # [E]
     mlp_norm: torch.Tensor                     # [E]
-    gate_up: torch.Tensor                      # [2 I, E]
+    gate_up: Weight                            # [2 I, E]
     gate_up_bias: torch.Tensor | None          # [2 I]
-    down: torch.Tensor                         # [E, I]
+    down: Weight                               # [E, I]
     down_bias: torch.Tensor | None             # [E]
     window: int = 0
     qk_norm: torch.Tensor | None = None        # [H + G, D]: q_norm H times, k_norm G times; made after loading
     next_norm: torch.Tensor | None = None      # [E]: the next layer's input norm, after the last layer the model's
 
 
+NATIVE_PARTS = operator.attrgetter("qkv", "qkv_bias", "o", "o_bias", "gate_up", "gate_up_bias", "down", "down_bias", "qk_norm", "mlp_norm",
+                                   "next_norm")
 ARCHITECTURES: dict[str, type[Model]] = {}
 
 
@@ -155,17 +163,19 @@ def register_architecture(*names: str) -> Callable[[type[Model]], type[Model]]:
 
 
 def load(path: str | os.PathLike, dtype: str | torch.dtype = "auto", device: str = "cpu", *, context_len: int | None = None,
-         progress: bool = True) -> Model:
+         quantization: str | None = None, progress: bool = True) -> Model:
     """Build the model of a checkpoint directory and read its weights.
 
     `dtype`: "auto" (the checkpoint's), "float32", "float16", "bfloat16". `context_len`: how many positions to be ready for, the
-    config's by default. Raises ModelError for a config that is not supported and for any tensor that is missing, left over, cut
-    short or of another shape.
+    config's by default. `quantization`: "int8" stores the matrices that are multiplied in 8 bits. Raises ModelError for a config
+    that is not supported and for any tensor that is missing, left over, cut short or of another shape.
     """
+    if quantization not in (None, "int8"):
+        raise ModelError(f"quantization {quantization!r} is not supported (int8 is)")
     hf = load_config(path)
     config = ModelConfig.from_dict(hf)
     checkpoint = Checkpoint(path)
-    model = ARCHITECTURES[config.architecture](config, resolve_dtype(dtype, config, checkpoint), device, context_len)
+    model = ARCHITECTURES[config.architecture](config, resolve_dtype(dtype, config, checkpoint), device, context_len, quantization)
     model.read_weights(checkpoint, progress)
     return model
 
@@ -189,25 +199,28 @@ class Model:
                 "sliding_window": None}
     refused = REFUSED
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: str = "cpu", context_len: int | None = None):
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: str = "cpu", context_len: int | None = None,
+                 quantization: str | None = None):
         """Allocates parameters without values; `read_weights` or a test fills them."""
-        self.config, self.dtype, self.device = config, dtype, device
+        self.config, self.dtype, self.device, self.quantization = config, dtype, device, quantization
         self.scale = config.head_dim**-0.5
-        self.embedding = self._empty(config.vocab_size, config.hidden_size)              # [V, E]
-        self.head = self.embedding if config.tied else self._empty(*self.embedding.shape)  # [V, E]
+        self._empty_ends()
         self.norm = self._empty(config.hidden_size)                                      # [E]
         self.layers = [self._empty_layer(window) for window in config.windows]
         for layer, following in zip(self.layers, self.layers[1:]):
             layer.next_norm = following.input_norm
         self.layers[-1].next_norm = self.norm
+        self._native_layers: tuple[list, ctypes.Array] | None = None             # for kernels.cpp: what it points into, the pointers
         self.cos_sin = rope_table(config, context_len or config.context_len).to(device)  # [C, D] fp32
 
     # ---- the step
 
     def forward(self, batch: ForwardBatch, kv: KVPool) -> torch.Tensor:
         """Hidden states [T, E] after the last norm. Writes the tokens' keys and values into `kv` at `batch.slots`."""
-        x = F.embedding(batch.input_ids, self.embedding)                         # [T, E]
+        x = kernels.embedding(batch.input_ids, self.embedding, self.dtype)       # [T, E]
         turn = kernels.rope_gather(self.cos_sin, batch.positions, self.dtype)
+        if self._goes_in_one_call(batch):
+            return self._all_layers(x, turn, batch, kv)
         h, residual = kernels.rms_norm(x, self.layers[0].input_norm, self.config.rms_norm_eps), x
         for layer, k_cache, v_cache in zip(self.layers, kv.k, kv.v):
             h = self.attention(layer, h, turn, batch, k_cache, v_cache)
@@ -218,7 +231,7 @@ class Model:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[N, E] -> [N, V] float32."""
-        return kernels.linear(hidden, self.head).float()
+        return kernels.linear(hidden, self.head, dtype=torch.float32)
 
     def attention(self, layer: Layer, h: torch.Tensor, turn: torch.Tensor, batch: ForwardBatch, k_cache: torch.Tensor,
                   v_cache: torch.Tensor) -> torch.Tensor:
@@ -238,9 +251,39 @@ class Model:
         """[T, E] -> [T, E]."""
         return kernels.linear(kernels.silu_mul(kernels.linear(h, layer.gate_up, layer.gate_up_bias)), layer.down, layer.down_bias)
 
+    # ---- the same step on a CPU, as one call of kernels.cpp
+
+    def _goes_in_one_call(self, batch: ForwardBatch) -> bool:
+        """Whether kernels.cpp has all that the loop would call, and is the faster at it."""
+        own = type(self).attention is not Model.attention or type(self).mlp is not Model.mlp
+        args = getattr(batch.attention[1], "args", None)
+        return not own and isinstance(args, native.Attention) and 0 < args.tokens <= native.few(self.dtype)
+
+    def _all_layers(self, x: torch.Tensor, turn: torch.Tensor, batch: ForwardBatch, kv: KVPool) -> torch.Tensor:
+        """The loop of `forward`; overwrites x, which becomes the residual."""
+        parts = [part for layer in self.layers for part in NATIVE_PARTS(layer)]
+        if self._native_layers is None or not all(map(operator.is_, [kv, *parts], self._native_layers[0])):  # first use, or weights were exchanged
+            layers = map(self._native_layer, self.layers, kv.k, kv.v)
+            self._native_layers = [kv, *parts], (native.Layer * len(self.layers))(*layers)
+        out, args = torch.empty_like(x), batch.attention[1].args
+        step = native.Step(
+            layers=ctypes.addressof(self._native_layers[1]), first_norm=self.layers[0].input_norm.data_ptr(), turn=turn.data_ptr(),
+            x=x.data_ptr(), out=out.data_ptr(), slots=batch.slots.data_ptr(), num_layers=len(self.layers), hidden=self.config.hidden_size,
+            intermediate=self.config.intermediate_size, eps=self.config.rms_norm_eps)
+        args.slot_stride, args.scale, args.softcap, args.sinks = kv.k[0].stride(0), self.scale, 0.0, None
+        native.library().nano_layers(step, args, native.DTYPES[self.dtype])
+        return out
+
+    @staticmethod
+    def _native_layer(layer: Layer, k_cache: torch.Tensor, v_cache: torch.Tensor) -> native.Layer:
+        weights = {name: kernels.native_weight(getattr(layer, name), getattr(layer, f"{name}_bias")) for name in ("qkv", "o", "gate_up", "down")}
+        qk_norm = None if layer.qk_norm is None else layer.qk_norm.data_ptr()
+        return native.Layer(**weights, qk_norm=qk_norm, mlp_norm=layer.mlp_norm.data_ptr(), next_norm=layer.next_norm.data_ptr(),
+                            k_cache=k_cache.data_ptr(), v_cache=v_cache.data_ptr(), window=layer.window)
+
     # ---- parameters
 
-    def parameters(self) -> dict[str, torch.Tensor]:
+    def parameters(self) -> dict[str, Weight]:
         """Where each tensor of a checkpoint goes: its name -> the parameter, or the rows of a fused one."""
         wanted = {"model.embed_tokens.weight": self.embedding, "model.norm.weight": self.norm}
         if self.head is not self.embedding:
@@ -249,7 +292,7 @@ class Model:
             wanted |= {f"model.layers.{number}.{name}": tensor for name, tensor in self.layer_parameters(layer).items()}
         return wanted
 
-    def layer_parameters(self, layer: Layer) -> dict[str, torch.Tensor]:
+    def layer_parameters(self, layer: Layer) -> dict[str, Weight]:
         """The same for one layer, names without `model.layers.N.`."""
         dim = self.config.head_dim
         cuts = (self.config.num_heads * dim, self.config.num_kv_heads * dim, self.config.num_kv_heads * dim)
@@ -260,7 +303,7 @@ class Model:
             if qkv is not None:
                 parts |= zip((f"self_attn.{name}_proj.{kind}" for name in "qkv"), qkv.split(cuts))
             if gate_up is not None:
-                parts |= zip((f"mlp.{name}_proj.{kind}" for name in ("gate", "up")), gate_up.chunk(2))
+                parts |= zip((f"mlp.{name}_proj.{kind}" for name in ("gate", "up")), gate_up.split(self.config.intermediate_size))
             parts |= {f"self_attn.o_proj.{kind}": o, f"mlp.down_proj.{kind}": down}
         return {name: tensor for name, tensor in parts.items() if tensor is not None}
 
@@ -305,7 +348,7 @@ class Model:
             checkpoint.tensors.pop(head)
         else:
             self.config = replace(self.config, tied=False)
-            self.head = self._empty(*self.embedding.shape)
+            self._empty_ends()
         return {}
 
     @staticmethod
@@ -316,17 +359,30 @@ class Model:
     def _empty(self, *shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=self.dtype, device=self.device)
 
+    def _empty_matrix(self, outputs: int, inputs: int) -> Weight:
+        """One that is multiplied, and so may be quantised."""
+        if self.quantization is None:
+            return self._empty(outputs, inputs)
+        return QuantizedWeight(torch.empty(outputs, inputs, dtype=torch.int8, device=self.device),
+                               torch.empty(outputs, dtype=torch.float32, device=self.device))
+
+    def _empty_ends(self) -> None:
+        """An embedding that is no head as well is only looked up, and keeps the model's dtype."""
+        shape = self.config.vocab_size, self.config.hidden_size
+        self.head = self._empty_matrix(*shape)                                           # [V, E]
+        self.embedding = self.head if self.config.tied else self._empty(*shape)          # [V, E]
+
     def _empty_layer(self, window: int) -> Layer:
         c, optional = self.config, lambda there, *shape: self._empty(*shape) if there else None
         width, qkv = c.num_heads * c.head_dim, (c.num_heads + 2 * c.num_kv_heads) * c.head_dim
         return Layer(
             input_norm=self._empty(c.hidden_size), mlp_norm=self._empty(c.hidden_size), window=window,
-            qkv=self._empty(qkv, c.hidden_size), qkv_bias=optional(c.qkv_bias, qkv),
+            qkv=self._empty_matrix(qkv, c.hidden_size), qkv_bias=optional(c.qkv_bias, qkv),
             q_norm=optional(c.qk_norm, c.head_dim), k_norm=optional(c.qk_norm, c.head_dim),
-            o=self._empty(c.hidden_size, width), o_bias=optional(c.o_bias, c.hidden_size),
-            gate_up=self._empty(2 * c.intermediate_size, c.hidden_size),
+            o=self._empty_matrix(c.hidden_size, width), o_bias=optional(c.o_bias, c.hidden_size),
+            gate_up=self._empty_matrix(2 * c.intermediate_size, c.hidden_size),
             gate_up_bias=optional(c.mlp_bias, 2 * c.intermediate_size),
-            down=self._empty(c.hidden_size, c.intermediate_size), down_bias=optional(c.mlp_bias, c.hidden_size))
+            down=self._empty_matrix(c.hidden_size, c.intermediate_size), down_bias=optional(c.mlp_bias, c.hidden_size))
 
     # ---- reading a config
 

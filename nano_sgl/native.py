@@ -1,6 +1,6 @@
 """The C++ kernels: found, compiled, loaded. One shared library per source, compiler and CPU, built at first use.
 
-    kernels.cpp --compiler, for this CPU--> <cache>/kernels/<hash>.so --ctypes--> library().nano_attention, .nano_rms_norm, ...
+    kernels.cpp, cpu/*.h --compiler, for this CPU--> <cache>/kernels/<hash>.so --ctypes--> library().nano_layers, .nano_attention, ...
 
 Names: a *build* is (source, compiler's version, flags, this CPU's features), and its hash is the file's name, so a changed source
 or another machine that shares the cache never meets a stale file. `march` is the instruction set to compile for: "native", or a
@@ -53,13 +53,34 @@ class Attention(ctypes.Structure):
                 *((name, _C) for name in ("heads", "kv_heads", "dim", "window", "merges", "threads")), ("scale", _F), ("softcap", _F)]
 
 
+class Weight(ctypes.Structure):
+    """A matrix [outputs, size] to multiply with; scales: null, or the values are int8. As kernels.cpp's struct, like those below."""
+
+    _fields_ = [("values", _P), ("scales", _P), ("bias", _P), ("outputs", _I), ("size", _I)]
+
+
+class Layer(ctypes.Structure):
+    """What a decoder layer multiplies with, and its part of the pool."""
+
+    _fields_ = [*((name, Weight) for name in ("qkv", "o", "gate_up", "down")),
+                *((name, _P) for name in ("qk_norm", "mlp_norm", "next_norm", "k_cache", "v_cache")), ("window", _I)]
+
+
+class Step(ctypes.Structure):
+    """The arguments of nano_layers, beside those of attention."""
+
+    _fields_ = [*((name, _P) for name in ("layers", "first_norm", "turn", "x", "out", "slots")),
+                *((name, _I) for name in ("num_layers", "hidden", "intermediate")), ("eps", _F)]
+
+
 FUNCTIONS = {
     "nano_setup": [],
+    "nano_layers": [ctypes.POINTER(Step), ctypes.POINTER(Attention), _C],
     "nano_attention": [ctypes.POINTER(Attention), _C],
     "nano_rms_norm": [_P] * 5 + [_I] * 6 + [_F, _C, _C],
     "nano_rope": [_P] * 2 + [_I] * 5 + [_C, _C],
     "nano_store_kv": [_P] * 5 + [_I] * 8 + [_C],
-    "nano_linear": [_P] * 4 + [_I] * 4 + [_C, _C],
+    "nano_linear": [_P, ctypes.POINTER(Weight), _P, _I, _I, _C, _C, _C],
     "nano_draw": [_P] + [_I] * 2 + [_P] * 5 + [_F, _F, _P, _P, _C],
     "nano_silu_mul": [_P] * 2 + [_I] * 3 + [_C, _C],
 }
@@ -76,7 +97,7 @@ def use(march: str) -> None:
 
 
 def library() -> ctypes.CDLL | None:
-    """The library chosen by `use`, with argument types set, `.features` and `.few`; None where there is none."""
+    """The library chosen by `use`, with argument types set and `.features`; None where there is none."""
     return None if choice == "off" else _library(choice)
 
 
@@ -106,7 +127,7 @@ def build(march: str = "native") -> ctypes.CDLL:
 def _built(compiler: list[str], march: str, runtime: tuple[str, ...]) -> Path:
     version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, errors="replace", check=True).stdout
     flags = [*FLAGS, f"-march={march}"]
-    key = [SOURCE.read_text("utf-8"), *compiler, version, _cpu(), *flags, *runtime]
+    key = [*(file.read_text("utf-8") for file in (SOURCE, *sorted(SOURCE.parent.glob("cpu/*.h")))), *compiler, version, _cpu(), *flags, *runtime]
     file = _cache() / f"{hashlib.sha256(chr(0).join(key).encode()).hexdigest()[:24]}.so"
     if not file.exists():
         with tempfile.TemporaryDirectory(dir=file.parent) as scratch:
@@ -128,7 +149,6 @@ def _load(file: Path) -> ctypes.CDLL:
     loaded.nano_setup.restype = ctypes.c_int
     can = loaded.nano_setup()
     loaded.features = tuple(name for bit, name in enumerate(("bf16 dot products", "AMX")) if can >> bit & 1)
-    loaded.few = 32 if "AMX" in loaded.features else 4  # tokens up to which nano_linear, which takes 32, beats a general product
     return loaded
 
 
@@ -156,6 +176,14 @@ def _cache() -> Path:
 @functools.cache
 def _own_folder() -> tempfile.TemporaryDirectory:
     return tempfile.TemporaryDirectory(prefix="nano_sgl-kernels-", ignore_cleanup_errors=True)  # until the process ends
+
+
+def few(dtype: torch.dtype) -> int:
+    """Tokens up to which nano_linear, and with it nano_layers, is faster than torch's product."""
+    if dtype != torch.bfloat16 or platform.machine() not in ("x86_64", "AMD64"):
+        return 4
+    # oneDNN has a better kernel for bf16 dot instructions alone; for tiles ours is as good, and where there is neither torch widens every element
+    return 32 if library().features == ("bf16 dot products",) else 1 << 30
 
 
 def takes(x: torch.Tensor) -> bool:

@@ -32,6 +32,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import itertools
 import logging
 import os
@@ -337,6 +338,8 @@ class Child:
             sock.set_hwm(0)
             sock.connect(f"ipc://{directory}/{name}")
         events.send(encode([describe(self.engine)]))
+        gc.collect()
+        gc.freeze()  # what is there now stays: the collector need not walk over a million objects of libraries at every turn
         while True:
             out: list = []
             if not self.engine.has_work:

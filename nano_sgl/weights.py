@@ -10,8 +10,8 @@ Everything the engine loads ends up as one thing: a directory with `config.json`
 
 *safetensors* is eight bytes of header length, a JSON header (name -> dtype, shape, byte range) and the bytes. A file is
 memory-mapped and each tensor copied once, straight into the parameter that will be used (`read_into`), so weights never exist
-twice: pages of the map that were read are given back as we go. Pickle (`.bin`, `.pt`) runs code when it is opened, so it is
-never opened.
+twice: pages of the map that were read are given back as we go. A parameter of 8 bits (`--quantization int8`) quantises some rows
+at a time of what it is given. Pickle (`.bin`, `.pt`) runs code when it is opened, so it is never opened.
 
 *GGUF* (llama.cpp's format) holds everything in one file: typed metadata, the tokenizer's tokens and merges, and tensors whose
 rows are blocks of 32 or 256 small integers with a scale. It names things in its own way, stores Llama's query and key rows with
@@ -204,9 +204,13 @@ class Checkpoint:
         return torch.from_numpy(data).view(DTYPES[tensor.dtype]).view(tensor.shape)
 
     def read_into(self, name: str, out: torch.Tensor) -> None:
-        """Copy a tensor into `out` (same shape, any float dtype, any device), which it overwrites."""
+        """Copy a tensor into `out`, which it overwrites: a tensor of the same shape, any float dtype, any device, or what has the `copy_` of
+        one, such as a QuantizedWeight. ModelError where that cannot hold the values (ValueError of its `copy_`)."""
         self.check_shape(name, out.shape)
-        out.copy_(self.view(name))
+        try:
+            out.copy_(self.view(name))
+        except ValueError as error:
+            raise ModelError(f"tensor {name} ({self.tensors[name].file}): {error}") from error
         self._forget(self.tensors[name])
 
     def check_shape(self, name: str, shape: tuple[int, ...]) -> None:

@@ -129,9 +129,11 @@ def test_silu_mul(kernel_set, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_linear_of_few_tokens(kernel_set, dtype):
+def test_linear_of_any_number_of_tokens(kernel_set, dtype, monkeypatch):
+    monkeypatch.setattr(native, "few", lambda dtype: 1 << 30)  # also where torch is faster
     torch.manual_seed(0)
-    shapes = [(1, 960, 576), (2, 33, 64), (3, 1, 40), (4, 100, 96), (7, 64, 32), (16, 50, 1536), (17, 96, 64), (32, 70, 128), (40, 9, 64), (0, 4, 32)]
+    shapes = [(1, 960, 576), (2, 33, 64), (3, 1, 40), (4, 100, 96), (7, 64, 32), (16, 50, 1536), (17, 96, 64), (32, 70, 128), (40, 9, 64), (0, 4, 32),
+              (33, 64, 96), (64, 47, 32), (100, 80, 160), (513, 70, 64), (1060, 32, 48)]
     for tokens, outputs, size in shapes:
         x, weight, bias = torch.randn(tokens, size + 8).to(dtype)[:, :size], torch.randn(outputs, size).to(dtype), torch.randn(outputs).to(dtype)
         for b in (None, bias):
@@ -139,6 +141,9 @@ def test_linear_of_few_tokens(kernel_set, dtype):
             got = kernels.linear(x, weight, b)
             assert got.dtype == dtype
             torch.testing.assert_close(got.double(), want, rtol=3 * torch.finfo(dtype).eps, atol=25 * size**0.5 * torch.finfo(dtype).eps)
+            full = kernels.linear(x, weight, b, dtype=torch.float32)
+            assert full.dtype == torch.float32
+            torch.testing.assert_close(full.to(dtype).double(), want, rtol=3 * torch.finfo(dtype).eps, atol=25 * size**0.5 * torch.finfo(dtype).eps)
 
 
 def test_a_product_of_mixed_or_scattered_operands_is_torchs(kernel_set):

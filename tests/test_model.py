@@ -7,7 +7,7 @@ import tiny
 import torch
 from safetensors.torch import load_file, save_file
 
-from nano_sgl import attention, model, weights
+from nano_sgl import attention, model, native, weights
 from nano_sgl.memory import KVPool
 
 ROPE = {
@@ -51,13 +51,13 @@ CHECKPOINTS = {  # name -> (family, config)
 class Runner:
     """Sequences through a model and a KV pool, step by step, as an engine would."""
 
-    def __init__(self, net: model.Model, rows: int = 1, columns: int = 400):
+    def __init__(self, net: model.Model, rows: int = 1, columns: int = 400, backend: str = "torch"):
         c = net.config
         self.net, self.kv = net, KVPool(rows * columns, 1, c.num_layers, c.num_kv_heads, c.head_dim, net.dtype, "cpu")
         slots = torch.randperm(rows * columns, generator=torch.Generator().manual_seed(1)) + 1  # KV lies anywhere
         self.table = slots.to(torch.int32).view(rows, columns)
         self.lens = [0] * rows
-        self.backend = attention.ATTENTION["torch"](c.num_heads, c.num_kv_heads, c.head_dim)
+        self.backend = attention.ATTENTION[backend](c.num_heads, c.num_kv_heads, c.head_dim)
 
     @torch.no_grad()
     def step(self, *pieces: tuple[int, list[int]], shared=()) -> torch.Tensor:
@@ -133,6 +133,32 @@ def test_half_precision_checkpoints(family, dtype, tmp_path):
     rough = Runner(net).step((0, ids))
     assert rough.dtype == torch.float32
     close(rough, tiny.logits(path, ids), 0.5 if dtype == "bfloat16" else 0.1)   # computed in half: near
+
+
+@pytest.mark.parametrize("quantization", [None, "int8"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("name", ["llama, group of 3", "llama, all biases", "llama, head_dim 6", "mistral, window", "qwen3, biases, head_dim 32, group of 1"])
+def test_one_call_for_all_layers_does_what_the_loop_does(kernel_set, name, dtype, quantization, tmp_path, monkeypatch):
+    """Also for widths that AMX tiles take, and rows that share columns."""
+    family, config = CHECKPOINTS[name]
+    config = config | ({"hidden_size": 64, "intermediate_size": 112} if "group of 3" not in name else {"intermediate_size": 96})
+    net, ids = model.load(tiny.checkpoint(tmp_path, family, **config), dtype, quantization=quantization, progress=False), tiny.ids(130)
+    calls, runs = [], []
+    for once in (False, True):
+        monkeypatch.setattr(native, "few", lambda dtype: (1 << 30) * once)
+        monkeypatch.setattr(net, "_all_layers", lambda *args: calls.append(once) or model.Model._all_layers(net, *args))
+        runner = Runner(net, rows=2, backend=kernel_set)
+        out = [runner.step((0, ids[at:at + count])) for at, count in ((0, 70), (70, 1), (71, 3), (74, 20), (94, 33))]
+        runner.table[1, :90] = runner.table[0, :90]  # a fork
+        runner.lens[1] = 90
+        out.append(runner.step((0, ids[127:]), (1, ids[:2]), shared=[(0, 2, 0, 90)]))
+        runs.append((torch.cat(out), runner.kv))
+    assert calls == [True] * (6 if kernel_set == "cpp" else 0)
+    bound = {"float32": 1e-4, "float16": 0.1, "bfloat16": 0.8}[dtype]
+    close(runs[1][0], runs[0][0], bound)
+    assert (runs[1][0] - runs[0][0]).abs().mean() < bound / 8
+    for one, other in zip(runs[0][1].k + runs[0][1].v, runs[1][1].k + runs[1][1].v):
+        close(one.float(), other.float(), bound)
 
 
 def test_sharded_equals_single(tmp_path):

@@ -12,7 +12,7 @@ MODULES = sorted(p.stem for p in PACKAGE.glob("*.py"))
 LEVELS = {  # imports point down: a module may import those of lower levels that are named for it
     "protocol": set(), "radix": set(), "weights": set(), "native": set(), "kernels": {"native"},
     "attention": {"native", "kernels"}, "text": {"protocol"}, "memory": {"kernels"}, "sampling": {"native", "kernels", "protocol"}, "chat": {"protocol"},
-    "model": {"kernels", "memory", "weights"}, "scheduler": {"radix", "memory", "protocol"},
+    "model": {"kernels", "native", "memory", "weights"}, "scheduler": {"radix", "memory", "protocol"},
     "config": {"protocol", "radix"},
     "engine": {"config", "protocol", "radix", "weights", "kernels", "attention", "memory", "sampling", "model", "scheduler", "text"},
     "llm": {"engine", "config", "protocol", "chat"},

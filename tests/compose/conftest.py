@@ -9,6 +9,18 @@ import pytest
 
 import engines
 import pairs
+from nano_sgl import native
+
+
+@pytest.fixture(scope="session")
+def labs(tmp_path_factory):
+    """() -> the laboratory of the kernel set in use."""
+    made, path = {}, engines.tiny_path(tmp_path_factory.mktemp("kernel_sets"))
+    def of_this_set() -> pairs.Lab:
+        if native.choice not in made:
+            made[native.choice] = pairs.Lab(path)
+        return made[native.choice]
+    return of_this_set
 
 
 @pytest.fixture(scope="session")

@@ -20,6 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from nano_sgl.attention import TorchAttention, register_attention
+from nano_sgl.kernels import QuantizedWeight
 
 
 @dataclass(frozen=True)
@@ -101,6 +102,13 @@ def hits_in_namespaces(run):
     return hits if run.cached else len(first) - 1
 
 
+def steps_in_int8(run):
+    """Steps of a model all of whose products are in 8 bits."""
+    model = run.engine.model
+    weights = [model.head, *(weight for layer in model.layers for weight in (layer.qkv, layer.o, layer.gate_up, layer.down))]
+    return len(run.batches) * all(isinstance(weight, QuantizedWeight) for weight in weights)
+
+
 FEATURES = [
     Feature("radix cache", "rc", proof=lambda run: run.counted("cached_tokens"), counted="prompt tokens found in the tree"),
     Feature("page 1", "p1", flags=dict(page_size=1), counted="prompts cached to a length that is no multiple of 16",
@@ -129,6 +137,7 @@ FEATURES = [
             counted="times a request overtook another of lower priority", proof=started_before_others),
     Feature("bfloat16", "bf", flags=dict(dtype="bfloat16"), counted="steps of a model in bfloat16",
             proof=lambda run: len(run.batches) * (str(run.engine.model.dtype) == "torch.bfloat16")),
+    Feature("int8", "i8", flags=dict(quantization="int8"), counted="steps of a model with int8 weights", proof=steps_in_int8),
     Feature("another attention plan", "at", flags=dict(attention_backend="torch-split"), proof=lambda run: run.engine.attention.partials,
             counted="partial results merged: shared runs, split runs"),
     Feature("abort", "ab", during=abort_one, counted="requests aborted", proof=lambda run: sum(a.reason == "abort" for a in run.answers.values())),

@@ -28,23 +28,28 @@ from nano_sgl.scheduler import Batch
 
 FORK_BOUND = {torch.float32: 1e-3, torch.bfloat16: 0.1}      # between perturbed logits of the plain engine
 LOGPROB_BOUND = {torch.float32: 1e-4, torch.bfloat16: 0.1}
+NUMBERS = ("dtype", "quantization")                           # flags that make another model: the plain engine has the same
 STEPS = 3000
 
 
 # ---- the engines -----------------------------------------------------------------------------------------------------------------
 
 class Lab:
-    """One checkpoint, a plain engine per dtype, an engine per set of flags (used again: it has to be as good as new), and what came out."""
+    """One checkpoint, a plain engine for each model made of it, an engine per set of flags (used again: it has to be as good as new), what came
+    out."""
 
     def __init__(self, path):
         self.path = path
-        self.plain = {dtype: Plain(path, dtype) for dtype in ("float32", "bfloat16")}
         self.results: dict[str, Result] = {}
         self.mutants = 0                  # wrong engines that were found out
+        self._plain: dict[str, Plain] = {}
         self._engines: dict[str, Engine] = {}
 
     def plain_for(self, features: Sequence[Feature]) -> "Plain":
-        return self.plain[next((f.flags["dtype"] for f in features if "dtype" in f.flags), "float32")]
+        flags = {"dtype": "float32"} | {name: value for f in features for name, value in f.flags.items() if name in NUMBERS}
+        if str(flags) not in self._plain:
+            self._plain[str(flags)] = Plain(self.path, **flags)
+        return self._plain[str(flags)]
 
     def engine(self, features: Sequence[Feature], cached: bool, fresh: bool = False) -> Engine:
         """The engine of a set of features, with or without the radix cache. `fresh`: one that nobody else gets."""
@@ -64,7 +69,7 @@ class Lab:
     def totals(self) -> dict[str, tuple[int, int]]:
         """dtype -> tokens compared, forks."""
         found = lambda dtype: [r for r in self.results.values() if r.dtype == dtype]
-        return {dtype: (sum(r.tokens for r in found(dtype)), sum(r.forks for r in found(dtype))) for dtype in self.plain}
+        return {dtype: (sum(r.tokens for r in found(dtype)), sum(r.forks for r in found(dtype))) for dtype in ("float32", "bfloat16")}
 
 
 @dataclass
@@ -82,8 +87,8 @@ class Result:
 class Plain:
     """Answers of the plain engine, each computed once; and what its logits say of two tokens."""
 
-    def __init__(self, path, dtype: str = "float32"):
-        self.engine = engines.plain(path, dtype=dtype)
+    def __init__(self, path, **flags):
+        self.engine = engines.plain(path, **flags)
         self.dtype = self.engine.model.dtype
         self._known: dict[tuple, engines.Answer] = {}
 

@@ -1,0 +1,64 @@
+"""int8 weights beside bfloat16: how much faster, and what they cost in perplexity.
+
+    python bench/int8.py [--model demo] [--repeats 5] [--tokens 6000]
+
+Two engines take turns on the same ids, greedy, no end token: `decode` one stream (49 tokens in, then the time of 128 tokens out), `batch` 16 streams of
+the same shape, `prefill` one prompt of 2,048 tokens. `ratio`: bfloat16's time divided by int8's, median of the pairs (lowest, highest). Perplexity is
+over English prose of the standard library, in windows of 1,000 tokens.
+"""
+
+import argparse
+import math
+import statistics
+import time
+from pydoc_data.topics import topics
+
+import torch
+from cpu import prompts_of
+
+from nano_sgl import LLM, SamplingParams
+
+WORKLOADS = {"decode": (1, 49, 129), "batch": (16, 49, 129), "prefill": (1, 2048, 1)}  # prompts, tokens in, out
+
+
+def seconds(llm: LLM, name: str, seed: int) -> float:
+    """Of the decoding alone where there is any: the prompts are in the cache by then."""
+    count, size, out = WORKLOADS[name]
+    prompts = prompts_of(count, 0, size, seed, llm.engine.vocab_size)
+    ask = lambda n: llm.generate(prompts, SamplingParams(temperature=0, max_tokens=n, ignore_eos=True), progress=False)
+    if out > 1:
+        ask(1)
+    start = time.perf_counter()
+    ask(out)
+    return time.perf_counter() - start
+
+
+def perplexity(llm: LLM, ids: list[int], window: int = 1000) -> float:
+    params = SamplingParams(temperature=0, max_tokens=0, prompt_logprobs=0)
+    outputs = llm.generate([ids[at:at + window] for at in range(0, len(ids), window)], params, progress=False)
+    logprobs = [entry.logprob for output in outputs for entry in output.prompt_logprobs if entry.logprob is not None]
+    return math.exp(-statistics.fmean(logprobs))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="demo")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--tokens", type=int, default=6000)
+    args = parser.parse_args()
+    engines = {name: LLM(args.model, dtype="bfloat16", quantization=name) for name in (None, "int8")}
+    print(f"{torch.get_num_threads()} threads, torch {torch.__version__}, {args.model}")
+    for name in WORKLOADS:
+        pairs = [[seconds(llm, name, seed) for llm in engines.values()] for seed in range(args.repeats + 1)][1:]  # the first warms up
+        ratios = sorted(a / b for a, b in pairs)
+        print(f"{name:8} bfloat16 {statistics.median(a for a, _ in pairs):7.3f} s, int8 {statistics.median(b for _, b in pairs):7.3f} s, "
+              f"ratio {statistics.median(ratios):.2f} ({ratios[0]:.2f}-{ratios[-1]:.2f})", flush=True)
+    ids = engines[None].tokenizer.encode("\n\n".join(topics[key] for key in sorted(topics)))[:args.tokens]
+    plain, small = (perplexity(llm, ids) for llm in engines.values())
+    print(f"perplexity over {len(ids)} tokens: bfloat16 {plain:.3f}, int8 {small:.3f}, ratio {small / plain:.4f}")
+    for llm in engines.values():
+        llm.shutdown()
+
+
+if __name__ == "__main__":
+    main()

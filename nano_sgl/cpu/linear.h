@@ -1,0 +1,303 @@
+// Products with weights: out [tokens, N] = x [tokens, size] w^T * scales + bias, w [N, size] as the checkpoint has it, or int8 with a scale a row.
+//
+// The outputs are cut into blocks of two times 16, and a thread does a block for all tokens (TOKENS at a time), so that every weight is read once.
+// With few tokens that reading is what a product costs: rows are fetched ahead. Three ways to multiply:
+//     vectors   FEW tokens at a time: dot products of rows
+//     whole     int8 and at most FEW tokens: x becomes whole numbers of 16 bits, and so the sums (AVX512_VNNI)
+//     tiles     AMX multiplies rows by pairs, so its right operand must be turned; whatever is smaller is: for at most TILED tokens x, once, with
+//               w the left operand as it lies in memory and sums that come out by output; for more, the block of w
+// Elsewhere int8 becomes T first, a block at a time, or for the fewest tokens in registers.
+#pragma once
+
+#include "products.h"
+
+namespace {
+
+constexpr int HALF = 16, OUTPUTS = 32, FEW = 4, TILED = 32, TOKENS = 512;  // a block's outputs; tokens of a step with vectors, with tiles; of a pass
+
+struct Weight {  // native.py has the same list of fields
+    const void* values;   // [outputs, size]
+    const float* scales;  // [outputs], values are int8; or null
+    const void* bias;     // [outputs] or null
+    int64_t outputs, size;
+};
+
+// sums [M][OUTPUTS] of M tokens, for `some` rows of w
+template <class T, class W, int M>
+void linear_block(const T* x, const W* w, float* sums, int some, int64_t size, int64_t x_stride) {
+    constexpr int ROWS = 4;
+    for (int n = 0; n < some; n += ROWS) {
+        const W* row[ROWS];
+        for (int r = 0; r < ROWS; r++) row[r] = w + std::min(n + r, some - 1) * size;
+        vec acc[ROWS][M] = {};
+        int64_t d = 0;
+#if defined(__AVX512BF16__)
+        if constexpr (PAIRED<T> && PAIRED<W>)
+            for (; d + 2 * VL <= size; d += 2 * VL) {
+                __m512bh right[M];
+                for (int m = 0; m < M; m++) memcpy(&right[m], x + m * x_stride + d, 64);
+                for (int r = 0; r < ROWS; r++) {
+                    __m512bh left; memcpy(&left, row[r] + d, 64);
+                    __builtin_prefetch(row[r] + d + ROWS * size);
+                    for (int m = 0; m < M; m++) acc[r][m] = (vec)_mm512_dpbf16_ps((__m512)acc[r][m], left, right[m]);
+                }
+            }
+#endif
+        for (; d < size; d += VL) {
+            vec right[M];
+            for (int m = 0; m < M; m++) right[m] = load(x + m * x_stride + d, size - d);
+            for (int r = 0; r < ROWS; r++) {
+                const vec left = load(row[r] + d, size - d);
+                __builtin_prefetch(row[r] + d + ROWS * size);
+                for (int m = 0; m < M; m++) acc[r][m] += left * right[m];
+            }
+        }
+        for (int r = 0; r < ROWS; r++)
+            for (int m = 0; m < M; m++) sums[m * OUTPUTS + n + r] = sum(acc[r][m]);
+    }
+}
+
+#if defined(__AVX512VNNI__) && defined(__AVX512BF16__)
+constexpr bool WHOLE = true;  // few tokens times int8 are sums of whole numbers
+#else
+constexpr bool WHOLE = false;
+#endif
+
+// x [size] as whole numbers of 16 bits times `scale`: the high bytes plus 128, and the low ones. Half a step is 2^-16 of the largest entry.
+template <class T> void to_whole(const T* x, int64_t size, uint8_t* high, uint8_t* low, float& scale) {
+    vec most{};
+    for (int64_t d = 0; d < size; d += VL) {
+        const vec v = load(x + d), a = v < 0 ? -v : v;
+        most = a > most || a != a ? a : most;
+    }
+    scale = largest(most) / 32512;
+    if (sum(most) != sum(most)) scale = NAN;
+    const float to = scale > 0 && scale < INFINITY ? 1 / scale : 0;
+    for (int64_t d = 0; d < size; d += VL) {
+        const ivec value = __builtin_convertvector(load(x + d) * to + 32768.5f, ivec);
+        const bvec top = __builtin_convertvector(value >> 8, bvec), rest = __builtin_convertvector(value, bvec);
+        memcpy(high + d, &top, VL), memcpy(low + d, &rest, VL);
+    }
+}
+
+// As linear_block for M tokens out of to_whole: [M][2][size] bytes. A sum of products is 256 (sum of w high - 128 sum of w) + sum of w low.
+template <int M> void linear_whole(const uint8_t* x, const float* x_scales, const i8* w, float* sums, int some, int64_t size) {
+#if defined(__AVX512VNNI__)
+    constexpr int ROWS = M > 2 ? 2 : 4;
+    const __m512i ones = _mm512_set1_epi8(1);
+    for (int n = 0; n < some; n += ROWS) {
+        const i8* row[ROWS];
+        for (int r = 0; r < ROWS; r++) row[r] = w + std::min(n + r, some - 1) * size;
+        __m512i high[ROWS][M] = {}, low[ROWS][M] = {}, plain[ROWS] = {};
+        for (int64_t d = 0; d < size; d += 64) {
+            __m512i left[ROWS];
+            for (int r = 0; r < ROWS; r++) {
+                left[r] = _mm512_loadu_si512(row[r] + d);
+                __builtin_prefetch(row[r] + d + 8 * size);
+                plain[r] = _mm512_dpbusd_epi32(plain[r], ones, left[r]);
+            }
+            for (int m = 0; m < M; m++) {
+                const __m512i h = _mm512_loadu_si512(x + 2 * m * size + d), l = _mm512_loadu_si512(x + (2 * m + 1) * size + d);
+                for (int r = 0; r < ROWS; r++) {
+                    high[r][m] = _mm512_dpbusd_epi32(high[r][m], h, left[r]);
+                    low[r][m] = _mm512_dpbusd_epi32(low[r][m], l, left[r]);
+                }
+            }
+        }
+        for (int r = 0; r < ROWS && n + r < some; r++)
+            for (int m = 0; m < M; m++) {
+                const vec top = __builtin_convertvector((ivec)high[r][m] - ((ivec)plain[r] << 7), vec);
+                sums[m * OUTPUTS + n + r] = sum(top * 256.f + __builtin_convertvector((ivec)low[r][m], vec)) * x_scales[m];
+            }
+    }
+#endif
+}
+
+#if defined(__AMX_BF16__)
+// Rows in pairs: [size / 2][16] for each 16 of them, zeros behind the last. Steps `first` to `last` of it, each 16 rows and 32 entries
+inline void turn_rows(const bf16* x, int64_t rows, int64_t size, int64_t stride, float* pairs, int64_t first, int64_t last) {
+    const int64_t steps = size / (2 * VL);
+    for (int64_t i = first; i < last; i++) {
+        const int64_t t = i / steps * 16, d = i % steps * 2 * VL;
+        vec r[VL];
+        for (int j = 0; j < VL; j++) r[j] = t + j < rows ? load((const float*)(x + (t + j) * stride + d)) : vec{};
+        transpose<VL / 2>(r);
+        for (int j = 0; j < VL; j++) store(pairs + t / 16 * size * 8 + (d / 2 + j) * 16, r[j]);
+    }
+}
+
+// sums [32][16 * TILES] = 16 rows of `one` and 16 of `other`, times TILES panels of 16 turned rows. Fetches what stands `ahead` of both, unless 0
+template <int TILES>
+void tiles(const bf16* one, const bf16* other, int64_t stride, const float* right, float* sums, int64_t size, int64_t ahead) {
+    constexpr int64_t out = 64 * TILES;
+    constexpr bool two = TILES == 2;
+    _tile_zero(0);
+    _tile_zero(1);
+    if constexpr (two) { _tile_zero(2); _tile_zero(3); }
+    for (int64_t d = 0; d < size; d += 32) {
+        _tile_loadd(4, one + d, stride * 2);
+        _tile_loadd(5, other + d, stride * 2);
+        if (ahead)
+            for (int r = 0; r < HALF; r++) __builtin_prefetch(one + ahead + r * stride + d), __builtin_prefetch(other + ahead + r * stride + d);
+        _tile_loadd(6, right + d * 8, 64);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(1, 5, 6);
+        if constexpr (two) {
+            _tile_loadd(7, right + (size + d) * 8, 64);
+            _tile_dpbf16ps(2, 4, 7);
+            _tile_dpbf16ps(3, 5, 7);
+        }
+    }
+    _tile_stored(0, sums, out);
+    _tile_stored(1, sums + 16 * 16 * TILES, out);
+    if constexpr (two) { _tile_stored(2, sums + 16, out); _tile_stored(3, sums + 16 * 32 + 16, out); }
+}
+
+// As linear_block for 16 or 32 tokens in pairs
+template <int TILES> void linear_tiles(const bf16* const* rows, const float* pairs, float* sums, int64_t size, int64_t ahead) {
+    alignas(64) float by_output[OUTPUTS * 16 * TILES];
+    tiles<TILES>(rows[0], rows[1], size, pairs, by_output, size, ahead);
+    settle();
+    for (int n = 0; n < OUTPUTS; n += VL)
+        for (int t = 0; t < 16 * TILES; t += VL) {
+            vec r[VL];
+            for (int i = 0; i < VL; i++) r[i] = load(by_output + (n + i) * 16 * TILES + t);
+            transpose<VL / 2>(r);
+            for (int i = 0; i < VL; i++) store(sums + (t + i) * OUTPUTS + n, r[i]);
+        }
+}
+#endif
+
+enum class Way { VECTORS, WHOLE, TILES, MANY_TILES };
+
+template <class T> Way way(const Weight& w, int64_t tokens) {
+    if (WHOLE && PAIRED<T> && w.scales && tokens <= FEW && w.size % 64 == 0 && w.size <= 1 << 16) return Way::WHOLE;
+#if defined(__AMX_BF16__)
+    if (PAIRED<T> && amx && tokens > 1 && w.size % 32 == 0) return tokens > TILED ? Way::MANY_TILES : Way::TILES;
+#endif
+    return Way::VECTORS;
+}
+
+struct Bytes {  // x as `to_whole` leaves it
+    uint8_t* values;  // [tokens][2][size]
+    float* scales;    // [tokens]
+    Bytes(float* scratch, int64_t size) : values((uint8_t*)scratch), scales(scratch + 2 * FEW * size / 4) {}
+};
+inline int64_t x_room(int64_t size) { return TILED * size / 2 + FEW; }  // floats of scratch in which any way finds room for x in its form
+
+// x in the form in which `how` wants it
+template <class T> void prepare(Way how, const T* x, int64_t x_stride, int64_t tokens, int64_t size, float* scratch) {
+    if (how == Way::WHOLE) {
+        const Bytes to(scratch, size);
+#pragma omp for nowait
+        for (int64_t t = 0; t < tokens; t++) to_whole(x + t * x_stride, size, to.values + 2 * t * size, to.values + (2 * t + 1) * size, to.scales[t]);
+    }
+#if defined(__AMX_BF16__)
+    if constexpr (PAIRED<T>) {
+        if (how == Way::TILES)
+#pragma omp for schedule(static) nowait
+            for (int64_t i = 0; i < up(tokens, 16) / 16 * size / 32; i++) turn_rows(x, tokens, size, x_stride, scratch, i, i + 1);
+        if (how == Way::MANY_TILES) {  // as it lies, but for the last tokens: they get room behind them
+            const int64_t rest = tokens % TILED;
+#pragma omp for schedule(static) nowait
+            for (int64_t t = 0; t < rest; t++) memcpy((T*)scratch + t * size, x + (tokens - rest + t) * x_stride, size * 2);
+        }
+    }
+#endif
+}
+
+template <class T, class W>  // linear_block for 1 to FEW tokens
+void linear_few(const T* x, int64_t x_stride, const W* w, int some, int64_t size, int64_t tokens, float* sums) {
+    constexpr decltype(&linear_block<T, W, 1>) BY_COUNT[] = {linear_block<T, W, 1>, linear_block<T, W, 2>, linear_block<T, W, 3>,
+                                                             linear_block<T, W, 4>};
+    BY_COUNT[tokens - 1](x, w, sums, some, size, x_stride);
+}
+inline void whole_few(const Bytes& x, const i8* w, int some, int64_t size, int64_t tokens, float* sums) {
+    constexpr decltype(&linear_whole<1>) BY_COUNT[] = {linear_whole<1>, linear_whole<2>, linear_whole<3>, linear_whole<4>};
+    BY_COUNT[tokens - 1](x.values, x.scales, w, sums, some, size);
+}
+
+struct Block { int64_t at[2]; int some[2]; };  // two runs of up to HALF outputs: neighbours, or where `gated` a gate's and what it multiplies
+
+template <class T> vec gate(vec gate, vec up) { return rounded<T>(gate / (1.f + exp2v(gate * -LOG2E))) * up; }
+
+// The sums of a block -> out, with scale and bias
+template <class T, class O> void finish(const float* sums, const Weight& w, const Block& b, bool gated, int64_t tokens, O* out) {
+    const int64_t width = gated ? w.outputs / 2 : w.outputs;
+    for (int64_t t = 0; t < tokens; t++, sums += OUTPUTS, out += width) {
+        auto value = [&](int half, int i) {
+            const int64_t n = b.at[half] + i, left = b.some[half] - i;
+            vec y = load(sums + half * HALF + i);
+            if (w.scales) y *= load(w.scales + n, left);
+            if (w.bias) y += load((const T*)w.bias + n, left);
+            return y;
+        };
+        for (int half = 0; half < (gated ? 1 : 2); half++)
+            for (int i = 0; i < b.some[half]; i += VL)
+                store(out + b.at[half] + i, gated ? gate<T>(rounded<T>(value(0, i)), rounded<T>(value(1, i))) : value(half, i), b.some[half] - i);
+    }
+}
+
+// Every thread of a team, between two meetings. out [tokens, N], or where `gated` silu(first half of the outputs) * second half, [tokens, N / 2].
+// `scratch`: x_room. O: T, or float
+template <class T, class O>
+void linear(const T* x, int64_t x_stride, const Weight& w, O* out, int64_t tokens, bool gated, float* scratch, Team& team) {
+    const Way how = way<T>(w, tokens);
+    if (how != Way::VECTORS) {
+        prepare(how, x, x_stride, tokens, w.size, scratch);
+        team.meet();
+    }
+    static thread_local std::vector<T> wide;
+    static thread_local std::vector<float> panels;
+    alignas(64) float sums[TILED * OUTPUTS];
+    const int64_t size = w.size, range = gated ? w.outputs / 2 : w.outputs, step = gated ? HALF : OUTPUTS, ahead = step * size;
+    const int64_t blocks = up(range, step) / step, passes = up(tokens, TOKENS) / TOKENS;
+    const bool widen = w.scales && how != Way::WHOLE && (how != Way::VECTORS || tokens > FEW);
+#pragma omp for schedule(static) nowait
+    for (int64_t i = 0; i < blocks * passes; i++) {
+        const int64_t n = i % blocks * step, first = i / blocks * TOKENS, last = std::min(tokens, first + TOKENS);
+        const int64_t second = gated ? range + n : n + HALF, left = range - n;
+        const Block b = {{n, second}, {(int)std::min<int64_t>(left, HALF), (int)std::clamp<int64_t>(gated ? left : left - HALF, 0, HALF)}};
+        const i8* small[2] = {(const i8*)w.values + n * size, (const i8*)w.values + second * size};
+        const T* rows[2] = {(const T*)w.values + n * size, (const T*)w.values + second * size};
+        for (int half = 0; half < 2 * widen; half++) {
+            T* to = grown(wide, OUTPUTS * size) + half * HALF * size;
+            for (int64_t d = 0, end = b.some[half] * size; d < end; d += VL) {
+                store(to + d, load(small[half] + d, end - d), end - d);
+                __builtin_prefetch(small[half] + ahead + d);
+            }
+            rows[half] = to;
+        }
+#if defined(__AMX_BF16__)
+        if constexpr (PAIRED<T>)
+            if (how >= Way::TILES && b.some[1] == HALF) {
+                const bool many = how == Way::MANY_TILES;
+                float* right = many ? grown(panels, OUTPUTS * size / 2) : scratch;
+                for (int half = 0; half < 2 * many; half++) turn_rows(rows[half], HALF, size, size, right + half * size * 8, 0, size / 32);
+                settle();
+                for (int64_t t = first; t < last; t += TILED) {
+                    const int64_t count = std::min<int64_t>(TILED, last - t), stride = count < TILED ? size : x_stride;
+                    const T* from = count < TILED ? (const T*)scratch : x + t * x_stride;
+                    if (many) tiles<2>(from, from + HALF * stride, stride, right, sums, size, 0);
+                    else (count > 16 ? linear_tiles<2> : linear_tiles<1>)(rows, right, sums, size, widen ? 0 : ahead);
+                    settle();
+                    finish<T>(sums, w, b, gated, count, out + t * range);
+                }
+                continue;
+            }
+#endif
+        for (int64_t t = first; t < last; t += FEW) {
+            const int64_t count = std::min<int64_t>(FEW, last - t);
+            const T* from = x + t * x_stride;
+            for (int half = 0; half < 2; half++) {
+                float* to = sums + half * HALF;
+                if (how == Way::WHOLE) whole_few(Bytes(scratch, size), small[half], b.some[half], size, count, to);
+                else if (w.scales && !widen) linear_few(from, x_stride, small[half], b.some[half], size, count, to);
+                else linear_few(from, x_stride, rows[half], b.some[half], size, count, to);
+            }
+            finish<T>(sums, w, b, gated, count, out + t * range);
+        }
+    }
+}
+
+}  // namespace
