@@ -66,10 +66,12 @@ def floor_seconds(model, tokens: int, pairs: int, steps: int, bandwidth: float, 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="demo")
-    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--only", default=",".join(WORKLOADS))
     args = parser.parse_args()
+    if args.repeats < 1 or not set(args.only.split(",")) <= set(WORKLOADS):
+        parser.error(f"--repeats is at least 1, --only takes some of {','.join(WORKLOADS)}")
     dtype = getattr(torch, args.dtype)
     bandwidth, flops = read_bandwidth(), gemm_rate(dtype)
     print(f"{torch.get_num_threads()} threads, torch {torch.__version__}, transformers {transformers.__version__}, {args.model} in {args.dtype}: "

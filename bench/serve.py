@@ -18,8 +18,8 @@ Requests are streamed, greedy (`e` is not) and go on to max_tokens, at most --co
 
 The table holds medians over rounds and seeds. `TTFT` is the time to the first text, `TPOT` from there to the last, per token after the first, in ms,
 p50/p99. `ours/it` is our rate divided by that engine's, pair by pair of runs (lowest and highest in brackets): requests a second, for s a stream's
-tokens a second, for p prompt tokens a second. `of floor`: the floor's seconds (see cpu.floor_seconds) divided by the measured ones. `same`: in how many
-of the greedy requests its text is ours. --out takes every single result, as a line of JSON.
+tokens a second, for p prompt tokens a second. `of floor`: the floor's seconds divided by the measured ones (see cpu.floor_seconds; its weights have
+--dtype, so int8 may beat it). `same`: in how many of the greedy requests its text is ours. --out takes every single result, as a line of JSON.
 """
 
 import argparse
@@ -28,6 +28,7 @@ import bisect
 import contextlib
 import itertools
 import json
+import math
 import os
 import re
 import shlex
@@ -136,10 +137,15 @@ class Server:
                 f"{self.log_file.read_text(errors='replace').strip()[-1500:]}")
 
     def __exit__(self, *_) -> None:
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):  # the last also for children that it may have left
-            with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
-                os.killpg(self.process.pid, number)
-                self.process.wait(20)
+        try:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
+                    os.killpg(self.process.pid, number)
+                    self.process.wait(20)
+        finally:  # also for children that it may have left, and where somebody pressed Ctrl-C once more
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
 
 
 # ------------------------------------------------------------------------------------------------------------------------- the client
@@ -382,7 +388,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """The flags; `peers` becomes Engines."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="demo", help="demo, a directory, a hub id, a GGUF file (demo)")
-    parser.add_argument("--dtype", default="auto", help="of our server and of the floor (the checkpoint's)")
+    parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"), help="of our server and the floor (as stored)")
     parser.add_argument("--workloads", default="a,b,c,d,e,f,s,p", help="letters of workloads.py (all but g, which needs a grammar)")
     parser.add_argument("--scale", type=float, default=1.0, help="of the number of requests (1.0)")
     parser.add_argument("--seeds", type=numbers, default=[1, 2], help="one run of a workload each (1,2)")
@@ -398,8 +404,15 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error(f"--workloads: there is no {min(unknown)!r}; there are {', '.join(WORKLOADS)}")
     if len(peers) < len(args.peer) or OURS in peers:
         parser.error(f"--peer: each needs a name of its own, and none is {OURS}; got {', '.join(name for name, _ in args.peer)}")
-    if min(args.rounds, args.concurrency) < 1:
-        parser.error("--rounds and --concurrency are at least 1")
+    for name, command in args.peer:
+        try:
+            bad = not re.fullmatch(r"[\w.-]+", name) or not shlex.split(command)
+        except ValueError:
+            bad = True
+        if bad:
+            parser.error(f"--peer: expected a name of letters, digits, - and . and a command line, got {name!r} {command!r}")
+    if min(args.rounds, args.concurrency) < 1 or not 0 < args.scale < math.inf:
+        parser.error("--rounds and --concurrency are at least 1, --scale is above 0")
     for name, given in args.fields:
         try:
             peers[name].fields |= json.loads(given)

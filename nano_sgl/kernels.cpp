@@ -43,7 +43,7 @@ void nano_layers(const Step* step, const Attention* a, int dtype) { BY_TYPE(dtyp
 
 void nano_attention(const Attention* a, int dtype) {
     BY_TYPE(dtype, together(a->threads, true, [&](Team& team) {
-        const TileScope tiles(PAIRED<T>);
+        const TileScope scope(PAIRED<T>);
         run_attention<T>(*a, team);
     }))
 }
@@ -53,7 +53,7 @@ void nano_linear(const void* x, const Weight* w, void* out, int64_t tokens, int6
     BY_TYPE(dtype, {
         float* scratch = grown(packed, x_room(w->size));
         together(threads, tokens * w->outputs * w->size > ALONE, [&](Team& team) {
-            const TileScope tiles(way<T>(*w, tokens) >= Way::TILES);
+            const TileScope scope(way<T>(*w, tokens) >= Way::TILES);
             if (float_out) linear((const T*)x, x_stride, *w, (float*)out, tokens, false, scratch, team);
             else linear((const T*)x, x_stride, *w, (T*)out, tokens, false, scratch, team);
         });

@@ -194,7 +194,7 @@ def linear(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None, ba
     on a CPU for as many tokens as kernels.cpp is faster at, and for quantised weights and at most TRITON_FEW tokens on a GPU."""
     quantised, dtype = isinstance(weight, QuantizedWeight), dtype or x.dtype
     match route(x, backend):
-        case "cpp" if 0 < len(x) <= native.few(x.dtype) and (quantised or weight.dtype == x.dtype and weight.is_contiguous()):
+        case "cpp" if 0 < len(x) <= native.few(x.dtype, quantised, x.shape[1]) and (quantised or weight.dtype == x.dtype and weight.is_contiguous()):
             return _call_linear(x, weight, bias, dtype)
         case "triton" if quantised and len(x) <= TRITON_FEW:
             return _launch_linear_int8(x, weight, bias, dtype)
@@ -251,8 +251,10 @@ def _call_linear(x, weight, bias, dtype):
 
 
 def native_weight(weight: Weight, bias: torch.Tensor | None) -> native.Weight:
-    """Pointers; whoever uses them keeps the tensors."""
+    """Pointers; whoever uses them keeps the tensors. ValueError where rows are not one behind the other."""
     values, scales = (weight.values, weight.scales) if isinstance(weight, QuantizedWeight) else (weight, None)
+    if not all(x is None or x.is_contiguous() for x in (values, scales, bias)):
+        raise ValueError(f"a weight of shape {tuple(values.shape)} with strides {values.stride()} is not contiguous, as kernels.cpp needs it")
     at = lambda x: None if x is None else x.data_ptr()
     return native.Weight(at(values), at(scales), at(bias), *values.shape)
 

@@ -257,18 +257,22 @@ class Model:
         """Whether kernels.cpp has all that the loop would call, and is the faster at it."""
         own = type(self).attention is not Model.attention or type(self).mlp is not Model.mlp
         args = getattr(batch.attention[1], "args", None)
-        return not own and isinstance(args, native.Attention) and 0 < args.tokens <= native.few(self.dtype)
+        if own or not isinstance(args, native.Attention):
+            return False
+        return 0 < args.tokens <= native.few(self.dtype, self.quantization is not None, self.config.hidden_size)
 
     def _all_layers(self, x: torch.Tensor, turn: torch.Tensor, batch: ForwardBatch, kv: KVPool) -> torch.Tensor:
-        """The loop of `forward`; overwrites x, which becomes the residual."""
+        """The loop of `forward`; overwrites x, which becomes the residual. A parameter of a layer may be exchanged for another tensor, but not by
+        its `.data`."""
         parts = [part for layer in self.layers for part in NATIVE_PARTS(layer)]
-        if self._native_layers is None or not all(map(operator.is_, [kv, *parts], self._native_layers[0])):  # first use, or weights were exchanged
+        made = self._native_layers
+        if made is None or not all(map(operator.is_, [kv, *parts], made[0])):  # the first use, or something was exchanged
             layers = map(self._native_layer, self.layers, kv.k, kv.v)
-            self._native_layers = [kv, *parts], (native.Layer * len(self.layers))(*layers)
+            self._native_layers = made = [kv, *parts], (native.Layer * len(self.layers))(*layers)
         out, args = torch.empty_like(x), batch.attention[1].args
         step = native.Step(
-            layers=ctypes.addressof(self._native_layers[1]), first_norm=self.layers[0].input_norm.data_ptr(), turn=turn.data_ptr(),
-            x=x.data_ptr(), out=out.data_ptr(), slots=batch.slots.data_ptr(), num_layers=len(self.layers), hidden=self.config.hidden_size,
+            layers=ctypes.addressof(made[1]), first_norm=self.layers[0].input_norm.data_ptr(), turn=turn.data_ptr(), x=x.data_ptr(),
+            out=out.data_ptr(), slots=batch.slots.data_ptr(), num_layers=len(self.layers), hidden=self.config.hidden_size,
             intermediate=self.config.intermediate_size, eps=self.config.rms_norm_eps)
         args.slot_stride, args.scale, args.softcap, args.sinks = kv.k[0].stride(0), self.scale, 0.0, None
         native.library().nano_layers(step, args, native.DTYPES[self.dtype])

@@ -6,9 +6,9 @@ Names: a *build* is (source, compiler's version, flags, this CPU's features), an
 or another machine that shares the cache never meets a stale file. `march` is the instruction set to compile for: "native", or a
 name the compiler knows.
 
-Invariant: a file appears under its final name only when it is whole (written aside, then renamed), so any number of processes may
-build at once, and the source tree may be read-only. Where there is no compiler, or it fails, `library` says why once and returns
-None; callers then use their torch twins, which compute the same.
+Invariant: a file appears under its final name only when it is whole (written aside, then renamed), and one that was damaged since is
+built anew; so any number of processes may build at once, and the source tree may be read-only. Where there is no compiler, or it
+fails, `library` says why once and returns None; callers then use their torch twins, which compute the same.
 
 Cost: one compilation of a few seconds per machine, when an engine is made and not at its first request; a call costs 2-4
 microseconds, most of it fetching pointers. It releases the interpreter lock while it runs. The library is linked without an OpenMP
@@ -39,6 +39,7 @@ log = logging.getLogger("nano_sgl")
 SOURCE = Path(__file__).with_name("kernels.cpp")
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi")
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+ANY = 1 << 30       # tokens
 choice = "native"  # what `use` chose: an instruction set, or "off"
 
 _P, _I, _C, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
@@ -112,7 +113,10 @@ def _library(march: str) -> ctypes.CDLL | None:
 
 def build(march: str = "native") -> ctypes.CDLL:
     """Compile kernels.cpp unless the cache has it, and load it. BuildError, OSError or SubprocessError where that fails."""
-    compiler = shlex.split(os.environ.get("CXX", "")) or [*filter(shutil.which, ("g++", "c++", "clang++"))][:1]
+    try:
+        compiler = shlex.split(os.environ.get("CXX", "")) or [*filter(shutil.which, ("g++", "c++", "clang++"))][:1]
+    except ValueError as error:
+        raise BuildError(f"CXX is {os.environ['CXX']!r}: {error}") from None
     if not compiler:
         raise BuildError("no C++ compiler was found (g++, c++ or clang++; on Debian and Ubuntu: apt install g++)")
     for runtime in ((), ("-fopenmp",)):  # OpenMP: torch's, else one of our own
@@ -129,7 +133,7 @@ def _built(compiler: list[str], march: str, runtime: tuple[str, ...]) -> Path:
     flags = [*FLAGS, f"-march={march}"]
     key = [*(file.read_text("utf-8") for file in (SOURCE, *sorted(SOURCE.parent.glob("cpu/*.h")))), *compiler, version, _cpu(), *flags, *runtime]
     file = _cache() / f"{hashlib.sha256(chr(0).join(key).encode()).hexdigest()[:24]}.so"
-    if not file.exists():
+    if not _is_whole(file):
         with tempfile.TemporaryDirectory(dir=file.parent) as scratch:
             part, made = Path(scratch, "kernels.o"), Path(scratch, "kernels.so")
             for command in ([*flags, "-fopenmp", "-c", str(SOURCE), "-o", str(part)], ["-shared", *runtime, str(part), "-o", str(made)]):
@@ -137,8 +141,19 @@ def _built(compiler: list[str], march: str, runtime: tuple[str, ...]) -> Path:
                 if done.returncode:
                     said = done.stderr.strip().splitlines() or ["it says nothing"]
                     raise BuildError(f"{compiler[0]} failed: {next((line for line in said if 'error' in line), said[0])}")
+            with open(made, "r+b") as whole:
+                whole.write(hashlib.sha256(whole.read()).digest())
             os.replace(made, file)
     return file
+
+
+def _is_whole(file: Path) -> bool:
+    """Whether a library is there and as it was written: its last bytes are the hash of all others. (A disk may fill up, or lose its power.)"""
+    try:
+        data = file.read_bytes()
+    except OSError:
+        return False
+    return hashlib.sha256(data[:-32]).digest() == data[-32:]
 
 
 def _load(file: Path) -> ctypes.CDLL:
@@ -178,12 +193,14 @@ def _own_folder() -> tempfile.TemporaryDirectory:
     return tempfile.TemporaryDirectory(prefix="nano_sgl-kernels-", ignore_cleanup_errors=True)  # until the process ends
 
 
-def few(dtype: torch.dtype) -> int:
-    """Tokens up to which nano_linear, and with it nano_layers, is faster than torch's product."""
+def few(dtype: torch.dtype, quantised: bool, size: int) -> int:
+    """Tokens up to which nano_linear, and with it nano_layers, is faster than torch's product of `size` inputs (int8: than making floats first)."""
     if dtype != torch.bfloat16 or platform.machine() not in ("x86_64", "AMD64"):
-        return 4
-    # oneDNN has a better kernel for bf16 dot instructions alone; for tiles ours is as good, and where there is neither torch widens every element
-    return 32 if library().features == ("bf16 dot products",) else 1 << 30
+        return 32 if quantised else 4
+    if library().features == ("bf16 dot products",):  # oneDNN has the better kernel for these
+        return 32
+    # On tiles its blocks keep wide rows in the cache; where there is neither, torch widens every element
+    return 512 if "AMX" in library().features and size >= 2048 and not quantised else ANY
 
 
 def takes(x: torch.Tensor) -> bool:

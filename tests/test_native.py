@@ -35,7 +35,7 @@ def test_processes_that_build_at_once_and_one_that_finds_it_built(tmp_path):
 
 
 @pytest.mark.parametrize("env, words", [
-    (dict(CXX="no-such-compiler"), "No such file or directory: 'no-such-compiler'"), (dict(CXX="false"), "not used"), (dict(PATH="/nowhere"), "no C++ compiler was found")])
+    (dict(CXX="no-such-compiler"), "No such file or directory: 'no-such-compiler'"), (dict(CXX="false"), "not used"), (dict(CXX="g++ '"), "CXX is \"g++ '\""), (dict(PATH="/nowhere"), "no C++ compiler was found")])
 def test_without_a_compiler_one_line_says_so(tmp_path, env, words):
     code = LOAD + "; native.library(); import torch; from nano_sgl import kernels; print(kernels.silu_mul(torch.ones(1, 4)).shape)"
     out, err = start(tmp_path, code, **env).communicate(timeout=120)
@@ -49,6 +49,16 @@ def test_a_cache_that_cannot_be_written_is_done_without(tmp_path):  # and a comp
     out, err = start(tmp_path, TMPDIR=str(tmp_path / "temporary"), CXX="env c++" if HAS_COMPILER else "").communicate(timeout=120)
     assert out.strip() == str(HAS_COMPILER), err
     assert not list((tmp_path / "temporary").iterdir())  # nor does the process leave anything behind
+
+
+@pytest.mark.parametrize("damage", [lambda data: data[:100_000], lambda data: b"", lambda data: data[:-40] + b"?" + data[-39:]])
+def test_a_damaged_library_is_built_anew(tmp_path, damage):
+    start(tmp_path).communicate(timeout=120)
+    made = list((tmp_path / "kernels").iterdir())
+    for file in made:
+        file.write_bytes(damage(file.read_bytes()))
+    out, err = start(tmp_path).communicate(timeout=120)
+    assert out.strip() == str(HAS_COMPILER) and list((tmp_path / "kernels").iterdir()) == made, err
 
 
 @pytest.fixture(scope="module")

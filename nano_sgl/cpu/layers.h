@@ -106,7 +106,7 @@ template <class T> void run_layers(const Step& s, const Attention& given) {
         team.meet();
     };
     together(given.threads, true, [&](Team& team) {
-        const TileScope tiles(PAIRED<T>);
+        const TileScope scope(PAIRED<T>);
         rms_norm<T>(x, nullptr, (const T*)s.first_norm, h, nullptr, tokens, 1, s.hidden, s.hidden, 0, 0, s.eps);
         team.meet();
         for (const Layer* layer = s.layers; layer < s.layers + s.num_layers; layer++) {

@@ -1,11 +1,11 @@
 // Products with weights: out [tokens, N] = x [tokens, size] w^T * scales + bias, w [N, size] as the checkpoint has it, or int8 with a scale a row.
 //
 // The outputs are cut into blocks of two times 16, and a thread does a block for all tokens (TOKENS at a time), so that every weight is read once.
-// With few tokens that reading is what a product costs: rows are fetched ahead. Three ways to multiply:
+// With few tokens that reading is what a product costs: rows are fetched ahead. Ways to multiply:
 //     vectors   FEW tokens at a time: dot products of rows
 //     whole     int8 and at most FEW tokens: x becomes whole numbers of 16 bits, and so the sums (AVX512_VNNI)
 //     tiles     AMX multiplies rows by pairs, so its right operand must be turned; whatever is smaller is: for at most TILED tokens x, once, with
-//               w the left operand as it lies in memory and sums that come out by output; for more, the block of w
+//               w the left operand as it lies in memory and sums that come out by output; for more (many tiles), the block of w
 // Elsewhere int8 becomes T first, a block at a time, or for the fewest tokens in registers.
 #pragma once
 
@@ -63,16 +63,16 @@ constexpr bool WHOLE = true;  // few tokens times int8 are sums of whole numbers
 constexpr bool WHOLE = false;
 #endif
 
-// x [size] as whole numbers of 16 bits times `scale`: the high bytes plus 128, and the low ones. Half a step is 2^-16 of the largest entry.
+// x [size] as whole numbers of 16 bits times `scale`: the high bytes plus 128, and the low ones. Half a step is 2^-16 of the largest entry: an entry
+// a thousand times smaller than that is known to some percent, as its weight is.
 template <class T> void to_whole(const T* x, int64_t size, uint8_t* high, uint8_t* low, float& scale) {
     vec most{};
     for (int64_t d = 0; d < size; d += VL) {
         const vec v = load(x + d), a = v < 0 ? -v : v;
         most = a > most || a != a ? a : most;
     }
-    scale = largest(most) / 32512;
-    if (sum(most) != sum(most)) scale = NAN;
-    const float to = scale > 0 && scale < INFINITY ? 1 / scale : 0;
+    scale = any(!(most < INFINITY)) ? NAN : largest(most) / 32512;
+    const float to = scale > 1e-37f ? 1 / scale : 0;  // less is nothing
     for (int64_t d = 0; d < size; d += VL) {
         const ivec value = __builtin_convertvector(load(x + d) * to + 32768.5f, ivec);
         const bvec top = __builtin_convertvector(value >> 8, bvec), rest = __builtin_convertvector(value, bvec);
@@ -171,7 +171,7 @@ template <int TILES> void linear_tiles(const bf16* const* rows, const float* pai
 enum class Way { VECTORS, WHOLE, TILES, MANY_TILES };
 
 template <class T> Way way(const Weight& w, int64_t tokens) {
-    if (WHOLE && PAIRED<T> && w.scales && tokens <= FEW && w.size % 64 == 0 && w.size <= 1 << 16) return Way::WHOLE;
+    if (WHOLE && PAIRED<T> && w.scales && tokens <= FEW && w.size % 64 == 0) return Way::WHOLE;
 #if defined(__AMX_BF16__)
     if (PAIRED<T> && amx && tokens > 1 && w.size % 32 == 0) return tokens > TILED ? Way::MANY_TILES : Way::TILES;
 #endif
