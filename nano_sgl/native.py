@@ -197,8 +197,8 @@ def few(dtype: torch.dtype, quantised: bool, size: int) -> int:
     """Tokens up to which nano_linear, and with it nano_layers, is faster than torch's product of `size` inputs (int8: than making floats first)."""
     if dtype != torch.bfloat16 or platform.machine() not in ("x86_64", "AMD64"):
         return 32 if quantised else 4
-    if library().features == ("bf16 dot products",):  # oneDNN has the better kernel for these
-        return 32
+    if library().features == ("bf16 dot products",):
+        return ANY
     # On tiles its blocks keep wide rows in the cache; where there is neither, torch widens every element
     return 512 if "AMX" in library().features and size >= 2048 and not quantised else ANY
 

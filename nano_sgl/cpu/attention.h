@@ -55,21 +55,32 @@ inline hvec half_row(const bf16* p, int n) {  // n may be anything
     return h;
 }
 
-// One block of K and V, out of their slots into scratch: kt [depth, CB], and v [CB, width] (pairs: [CB / 2, width]).
+// Fetches n slots' entries of one head, or of all: a slot's heads lie side by side, and memory gives neighbours in half the time. A slot's first
+// entry is read: CPUs drop the prefetch of an address whose page they do not know, and pools are larger than what they know.
+template <class T> void fetch_rows(const Attention& a, const void* cache, const int32_t* slots, int n, int head, bool all) {
+    const int64_t first = all ? 0 : head * a.dim, last = all ? a.kv_heads * a.dim : first + a.dim;
+    for (int c = 0; c < n; c++) {
+        const T* row = (const T*)cache + slots[c] * a.slot_stride;
+        (void)*(const volatile char*)(row + first);
+        for (int64_t d = first + 64 / sizeof(T); d < last; d += 64 / sizeof(T)) fetch(row + d);
+    }
+}
+
+// One block of K and V, out of their slots into scratch: kt [depth, CB], and v [CB, width] (pairs: [CB / 2, width]). Fetches `more` slots behind it
+// meanwhile: they may lie anywhere, no CPU guesses where.
 template <class T>
-void pack(const Attention& a, const int32_t* slots, int n, int head, float* kt, float* v, int64_t width) {
+void pack(const Attention& a, const int32_t* slots, int n, int more, int head, bool all, float* kt, float* v, int64_t width) {
     const T *k_rows = (const T*)a.k_cache + (int64_t)head * a.dim, *v_rows = (const T*)a.v_cache + (int64_t)head * a.dim;
     const int depth = PAIRED<T> ? a.dim / 2 : a.dim, step = PAIRED<T> ? 2 * VL : VL;
-    for (int c = 0; c < n; c++)  // V's slots may lie anywhere; while K is packed they come
-        for (int d = 0; d < a.dim; d += 64 / sizeof(T)) __builtin_prefetch(v_rows + slots[c] * a.slot_stride + d);
-    for (int c = 0; c < up(n, 32); c += VL)
+    auto next = [&](const void* cache, int c, int count) { fetch_rows<T>(a, cache, slots + n + c, std::clamp(more - c, 0, count), head, all); };
+    for (int c = 0; c < up(n, 32); next(a.k_cache, c, VL), c += VL)
         for (int d = 0; d < depth; d += VL) {
             const bool full = c + VL <= n && d + VL <= depth;
             auto one = full ? pack_k<T, true> : pack_k<T, false>;
             one(k_rows + d / VL * step, slots + c, a.slot_stride, n - c, depth - d, kt + d * CB + c);
         }
     if constexpr (PAIRED<T>) {
-        for (int c = 0; c < up(n, 32); c += 2) {
+        for (int c = 0; c < up(n, 32); next(a.v_cache, c, 2), c += 2) {
             const bf16 *low = v_rows + (c < n ? slots[c] : 0) * a.slot_stride, *high = v_rows + (c + 1 < n ? slots[c + 1] : 0) * a.slot_stride;
             for (int d = 0; d < width; d += VL) {
                 const hvec x = half_row(low + d, c < n ? a.dim - d : 0), y = half_row(high + d, c + 1 < n ? a.dim - d : 0);
@@ -77,7 +88,7 @@ void pack(const Attention& a, const int32_t* slots, int n, int head, float* kt, 
             }
         }
     } else {
-        for (int c = 0; c < n; c++)
+        for (int c = 0; c < n; next(a.v_cache, c, 1), c++)
             for (int d = 0; d < width; d += VL)
                 store(v + c * width + d, d < a.dim ? load(v_rows + slots[c] * a.slot_stride + d, a.dim - d) : vec{});
     }
@@ -111,7 +122,8 @@ void softmax(const Attention& a, float* s, void* p, float* acc, int64_t width, i
     store(total, sums);
 }
 
-template <class T> void attend(const Attention& a, const int32_t* item, int head, Scratch& scratch) {
+// One item, one KV head. `all`: whether the other heads come next in this thread
+template <class T> void attend(const Attention& a, const int32_t* item, int head, bool all, Scratch& scratch) {
     const int q_start = item[0], q_len = item[1], group = a.heads / a.kv_heads, rows = q_len * group;
     const int64_t depth = up(a.dim, 32) / (PAIRED<T> ? 2 : 1), width = up(a.dim, std::max(VL, 16));
     const int64_t p_stride = PAIRED<T> ? CB / 2 : CB, room = up(rows, 16) + 16;  // a product from any row on may run over
@@ -134,6 +146,8 @@ template <class T> void attend(const Attention& a, const int32_t* item, int head
 
     const int64_t end = std::min<int64_t>(item[4], last + 1);
     const int64_t start = a.window ? std::max<int64_t>(item[3], first - a.window + 1) : item[3];
+    const int32_t* slots = a.table + item[2] * a.table_stride;
+    for (const void* cache : {a.k_cache, a.v_cache}) fetch_rows<T>(a, cache, slots + start, std::clamp<int64_t>(end - start, 0, CB), head, all);
     for (int64_t c0 = start; c0 < end; c0 += CB) {
         const int n = std::min<int64_t>(CB, end - c0);
         auto lo = [&](int t) { return a.window ? a.cols[q_start + t] - a.window + 1 - c0 : 0; };
@@ -143,7 +157,7 @@ template <class T> void attend(const Attention& a, const int32_t* item, int head
         while (t0 < t1 && (hi(t1 - 1) <= 0 || lo(t1 - 1) >= n)) t1--;
         if (t0 == t1) continue;
         const int columns = up(n, 32);
-        pack<T>(a, a.table + item[2] * a.table_stride + c0, n, head, kt, v, width);
+        pack<T>(a, slots + c0, n, (int)std::min<int64_t>(CB, end - c0 - n), head, all, kt, v, width);
         for (int r0 = t0 * group, r1 = t1 * group; r0 < r1; r0 += GROUP) {
             const int some = std::min(GROUP, r1 - r0);
             product<false, PAIRED<T>>(q + r0 * depth, depth, kt, CB, s, CB, some, columns, depth);
@@ -194,8 +208,10 @@ template <class T> void merge(const Attention& a, int64_t token, int head) {
 // Every thread of a team, between two meetings; its tiles are set up
 template <class T> void run_attention(const Attention& a, Team& team) {
     static thread_local Scratch scratch;
-#pragma omp for schedule(dynamic) nowait
-    for (int64_t i = 0; i < a.num_items * a.kv_heads; i++) attend<T>(a, a.items + i / a.kv_heads * 6, i % a.kv_heads, scratch);
+    const int64_t chunk = a.num_items < 4 * a.threads ? 1 : a.kv_heads;
+#pragma omp for schedule(dynamic, chunk) nowait
+    for (int64_t i = 0; i < a.num_items * a.kv_heads; i++)
+        attend<T>(a, a.items + i / a.kv_heads * 6, i % a.kv_heads, chunk > 1 && i % chunk == 0, scratch);
     if (!a.merges) return;
     team.meet();
 #pragma omp for nowait

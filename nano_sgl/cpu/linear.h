@@ -22,9 +22,9 @@ struct Weight {  // native.py has the same list of fields
     int64_t outputs, size;
 };
 
-// sums [M][OUTPUTS] of M tokens, for `some` rows of w
+// sums [M][OUTPUTS] of M tokens, for `some` rows of w. Fetches as many from `next` on, unless null
 template <class T, class W, int M>
-void linear_block(const T* x, const W* w, float* sums, int some, int64_t size, int64_t x_stride) {
+void linear_block(const T* x, const W* w, float* sums, int some, int64_t size, int64_t x_stride, const W* next) {
     constexpr int ROWS = 4;
     for (int n = 0; n < some; n += ROWS) {
         const W* row[ROWS];
@@ -38,7 +38,7 @@ void linear_block(const T* x, const W* w, float* sums, int some, int64_t size, i
                 for (int m = 0; m < M; m++) memcpy(&right[m], x + m * x_stride + d, 64);
                 for (int r = 0; r < ROWS; r++) {
                     __m512bh left; memcpy(&left, row[r] + d, 64);
-                    __builtin_prefetch(row[r] + d + ROWS * size);
+                    if (next) fetch(next + n * size + ROWS * d + r * 2 * VL);
                     for (int m = 0; m < M; m++) acc[r][m] = (vec)_mm512_dpbf16_ps((__m512)acc[r][m], left, right[m]);
                 }
             }
@@ -48,12 +48,21 @@ void linear_block(const T* x, const W* w, float* sums, int some, int64_t size, i
             for (int m = 0; m < M; m++) right[m] = load(x + m * x_stride + d, size - d);
             for (int r = 0; r < ROWS; r++) {
                 const vec left = load(row[r] + d, size - d);
-                __builtin_prefetch(row[r] + d + ROWS * size);
+                if (next) fetch(next + n * size + ROWS * d + r * VL);
                 for (int m = 0; m < M; m++) acc[r][m] += left * right[m];
             }
         }
-        for (int r = 0; r < ROWS; r++)
-            for (int m = 0; m < M; m++) sums[m * OUTPUTS + n + r] = sum(acc[r][m]);
+        if constexpr (VL == 16) {
+            constexpr int N = M == 3 ? 16 : ROWS * M;  // a power of two
+            vec by_token[N] = {};                      // [M][ROWS]
+            for (int m = 0; m < M; m++)
+                for (int r = 0; r < ROWS; r++) by_token[m * ROWS + r] = acc[r][m];
+            const vec all = totals<N>(by_token);
+            for (int m = 0; m < M; m++) memcpy(sums + m * OUTPUTS + n, (const float*)&all + m * ROWS, ROWS * 4);
+        } else {
+            for (int r = 0; r < ROWS; r++)
+                for (int m = 0; m < M; m++) sums[m * OUTPUTS + n + r] = sum(acc[r][m]);
+        }
     }
 }
 
@@ -81,7 +90,7 @@ template <class T> void to_whole(const T* x, int64_t size, uint8_t* high, uint8_
 }
 
 // As linear_block for M tokens out of to_whole: [M][2][size] bytes. A sum of products is 256 (sum of w high - 128 sum of w) + sum of w low.
-template <int M> void linear_whole(const uint8_t* x, const float* x_scales, const i8* w, float* sums, int some, int64_t size) {
+template <int M> void linear_whole(const uint8_t* x, const float* x_scales, const i8* w, float* sums, int some, int64_t size, const i8* next) {
 #if defined(__AVX512VNNI__)
     constexpr int ROWS = M > 2 ? 2 : 4;
     const __m512i ones = _mm512_set1_epi8(1);
@@ -93,7 +102,7 @@ template <int M> void linear_whole(const uint8_t* x, const float* x_scales, cons
             __m512i left[ROWS];
             for (int r = 0; r < ROWS; r++) {
                 left[r] = _mm512_loadu_si512(row[r] + d);
-                __builtin_prefetch(row[r] + d + 8 * size);
+                if (next) fetch(next + n * size + ROWS * d + r * 64);
                 plain[r] = _mm512_dpbusd_epi32(plain[r], ones, left[r]);
             }
             for (int m = 0; m < M; m++) {
@@ -207,14 +216,14 @@ template <class T> void prepare(Way how, const T* x, int64_t x_stride, int64_t t
 }
 
 template <class T, class W>  // linear_block for 1 to FEW tokens
-void linear_few(const T* x, int64_t x_stride, const W* w, int some, int64_t size, int64_t tokens, float* sums) {
+void linear_few(const T* x, int64_t x_stride, const W* w, int some, int64_t size, int64_t tokens, float* sums, const W* next) {
     constexpr decltype(&linear_block<T, W, 1>) BY_COUNT[] = {linear_block<T, W, 1>, linear_block<T, W, 2>, linear_block<T, W, 3>,
                                                              linear_block<T, W, 4>};
-    BY_COUNT[tokens - 1](x, w, sums, some, size, x_stride);
+    BY_COUNT[tokens - 1](x, w, sums, some, size, x_stride, next);
 }
-inline void whole_few(const Bytes& x, const i8* w, int some, int64_t size, int64_t tokens, float* sums) {
+inline void whole_few(const Bytes& x, const i8* w, int some, int64_t size, int64_t tokens, float* sums, const i8* next) {
     constexpr decltype(&linear_whole<1>) BY_COUNT[] = {linear_whole<1>, linear_whole<2>, linear_whole<3>, linear_whole<4>};
-    BY_COUNT[tokens - 1](x.values, x.scales, w, sums, some, size);
+    BY_COUNT[tokens - 1](x.values, x.scales, w, sums, some, size, next);
 }
 
 struct Block { int64_t at[2]; int some[2]; };  // two runs of up to HALF outputs: neighbours, or where `gated` a gate's and what it multiplies
@@ -264,7 +273,7 @@ void linear(const T* x, int64_t x_stride, const Weight& w, O* out, int64_t token
             T* to = grown(wide, OUTPUTS * size) + half * HALF * size;
             for (int64_t d = 0, end = b.some[half] * size; d < end; d += VL) {
                 store(to + d, load(small[half] + d, end - d), end - d);
-                __builtin_prefetch(small[half] + ahead + d);
+                fetch(small[half] + ahead + d);
             }
             rows[half] = to;
         }
@@ -291,9 +300,10 @@ void linear(const T* x, int64_t x_stride, const Weight& w, O* out, int64_t token
             const T* from = x + t * x_stride;
             for (int half = 0; half < 2; half++) {
                 float* to = sums + half * HALF;
-                if (how == Way::WHOLE) whole_few(Bytes(scratch, size), small[half], b.some[half], size, count, to);
-                else if (w.scales && !widen) linear_few(from, x_stride, small[half], b.some[half], size, count, to);
-                else linear_few(from, x_stride, rows[half], b.some[half], size, count, to);
+                const i8* next = t == first ? small[half] + ahead : nullptr;
+                if (how == Way::WHOLE) whole_few(Bytes(scratch, size), small[half], b.some[half], size, count, to, next);
+                else if (w.scales && !widen) linear_few(from, x_stride, small[half], b.some[half], size, count, to, next);
+                else linear_few(from, x_stride, rows[half], b.some[half], size, count, to, t == first && !widen ? rows[half] + ahead : nullptr);
             }
             finish<T>(sums, w, b, gated, count, out + t * range);
         }
