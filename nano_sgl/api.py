@@ -34,8 +34,9 @@ import json
 import logging
 import time
 import uuid
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -127,6 +128,18 @@ class AbortBody(msgspec.Struct, kw_only=True):
     """POST /abort_request: requests to end, by the id that the client or the answer gave them."""
     rid: str | None = None
     abort_all: bool = False
+
+
+class TreeQuery(msgspec.Struct, kw_only=True):
+    """GET /tree?format=...: what to show of the cache. max_nodes: the most used ones. width: characters of each one's text."""
+    format: Literal["json", "text"] = "json"
+    max_nodes: Annotated[int, msgspec.Meta(ge=1, le=10_000)] = 500
+    width: Annotated[int, msgspec.Meta(ge=4, le=1_000)] = 60
+
+
+def read_query(given: Mapping[str, str], kind: type) -> Any:
+    """The parameters behind a URL's question mark as a `kind`. RequestError says which is wrong."""
+    return convert({name: int(value) if value.isdecimal() and len(value) < 10 else value for name, value in given.items()}, kind)
 
 
 def read_json(raw: bytes) -> dict:
@@ -610,6 +623,30 @@ class GenerateAnswer(Answer):
     def _token(self, token_id: int, logprob: float | None) -> tuple:
         return (None if logprob is None else max(logprob, LOWEST_LOGPROB), token_id,
                 self.codec.token_text(token_id) if self.body.return_text_in_logprobs else None)
+
+
+# ----------------------------------------------------------------------------------------------------------------------- the tree
+
+def draw_tree(view: dict) -> str:
+    """What `Engine.tree_view` says as a drawing, a line a node."""
+    def family(node: dict) -> int | str:
+        return node["namespace"] if node["parent"] is None else node["parent"]
+
+    nodes, indents, namespace = view["nodes"], [], None
+    last = {family(node): n for n, node in enumerate(nodes)}
+    left_out = f"; {view['left_out']} beginnings are left out, a larger max_nodes shows more" if view["left_out"] else ""
+    lines = [f"{view['cached_tokens']} tokens cached, {view['locked_tokens']} of them locked, {view['shown_tokens']} shown{left_out}"]
+    for n, node in enumerate(nodes):
+        if node["parent"] is None and node["namespace"] != namespace:
+            namespace = node["namespace"]
+            lines.append(f"root {namespace!r}" if namespace else "root")
+        facts = [f"{node['tokens']} tok"] + ["not computed"] * (node["where"] == "ghost")
+        facts += [f"{node['waiters']} waiting"] * (node["waiters"] > 0) + [f"{node['locks']} locks"] * (node["locks"] > 0)
+        facts += [f"{node['hits']} hits"] * (node["hits"] > 1) + [f"{node['left_out']} below left out"] * (node["left_out"] > 0)
+        indent, is_last = "" if node["parent"] is None else indents[node["parent"]], last[family(node)] == n
+        indents.append(indent + ("    " if is_last else "|   "))
+        lines.append(f"{indent}{'`-- ' if is_last else '|-- '}{repr(node['text'])[1:-1]}  ({', '.join(facts)})")
+    return "\n".join(lines) + "\n"
 
 
 def _demo() -> None:

@@ -32,11 +32,12 @@ import typing
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 
+from .eviction import EVICTION
 from .protocol import Range
-from .radix import EVICTION, MAX_PAGE_SIZE
+from .radix import MAX_PAGE_SIZE
 
-SCHEDULE_POLICIES = ("fcfs", "lpm", "lof", "random", "priority", "routing-key")  # scheduler.POLICIES
-ATTENTION_BACKENDS = ("torch", "cpp", "triton")                                   # attention.ATTENTION
+SCHEDULE_POLICIES = ("fcfs", "lpm", "dfs-weight", "lof", "random", "priority", "routing-key", "shortest-prefill-first", "hrrn")  # scheduler.POLICIES
+ATTENTION_BACKENDS = ("torch", "cpp", "triton")  # attention.ATTENTION
 DEVICE = r"auto|cpu|cuda(:\d+)?"
 TOKENS = Range(1, 2**31, integer=True, optional=True)
 ROOM = TOKENS._replace(low=2)  # for a prompt of one token and what it samples
@@ -63,7 +64,9 @@ class EngineConfig:
     chunked_prefill_size: int | None = flag(None, "tokens a step; 2048 on CPU, 8192 on GPU by default; less makes streams smoother",
                                             within=TOKENS)
     page_size: int = flag(1, "KV slots a page, 1 to 64", within=Range(1, MAX_PAGE_SIZE, integer=True))
-    schedule_policy: str = flag("fcfs", "order of the waiting requests", SCHEDULE_POLICIES)
+    schedule_policy: str | None = flag(None, "order of the waiting requests; lpm by default, without a cache fcfs", SCHEDULE_POLICIES)
+    priority_scheduling_preemption_threshold: int = flag(10, "under the policy priority, a request that waits takes the place of one that runs "
+                                                         "where its priority is higher by more than this", within=Range(0, 2**31, integer=True))
     radix_eviction_policy: str = flag("lru", "which cached prefix goes first", tuple(EVICTION))
     disable_radix_cache: bool = flag(False, "keep no KV of finished requests and share none")
     attention_backend: str | None = flag(None, "by default triton on GPU, on CPU cpp where a compiler is found, else torch", ATTENTION_BACKENDS)
@@ -75,6 +78,10 @@ class EngineConfig:
                                          within=SECONDS)
     running_timeout: float | None = flag(None, "seconds after its start in which a request must end, or is ended; none by default",
                                          within=SECONDS)
+    kv_events: bool = flag(False, "record which blocks of KV are stored and removed, for readers in this process")
+    kv_events_endpoint: str | None = flag(None, "ZeroMQ address to publish them at, such as tcp://127.0.0.1:5557; none by default")
+    kv_events_replay_endpoint: str | None = flag(None, "address where subscribers get what they missed, as far as it is kept; none by default")
+    kv_events_topic: str = flag("", "topic of what is published; empty by default")
 
     def __post_init__(self):
         check(self)
@@ -86,6 +93,13 @@ class EngineConfig:
             raise ValueError(f"device is {self.device!r}, expected auto, cpu, cuda or cuda:N")
         if self.chunked_prefill_size is not None and self.chunked_prefill_size < self.page_size:
             raise ValueError(f"a chunked_prefill_size of {self.chunked_prefill_size} tokens is smaller than a page of {self.page_size}")
+        for name in ("kv_events_endpoint", "kv_events_replay_endpoint"):
+            if (value := getattr(self, name)) is not None and not re.match(r"(tcp|ipc)://.", value):
+                raise ValueError(f"{name} is {value!r}, expected an address such as tcp://127.0.0.1:5557 or ipc:///path/to/a/socket")
+        if self.kv_events_endpoint is None and (self.kv_events_replay_endpoint or self.kv_events_topic):
+            raise ValueError("kv_events_replay_endpoint and kv_events_topic are for events that are published: give kv_events_endpoint as well")
+        if self.disable_radix_cache and (self.kv_events or self.kv_events_endpoint):
+            raise ValueError("kv_events tell what the radix cache holds, which is disabled: leave one of them out")
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,9 @@ interval of Python's makes no difference, for the kernels hold no lock). Source:
 from __future__ import annotations
 
 import collections
+import contextlib
+import heapq
+import itertools
 import logging
 import os
 import queue
@@ -37,7 +40,7 @@ import secrets
 import threading
 import traceback
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -49,9 +52,11 @@ import torch
 from . import attention, sampling, weights
 from .memory import KVPool, Packed, Rows, SlotAllocator
 from .config import EngineConfig
+from .eviction import EVICTION
+from .events import KVEvents
 from .model import ForwardBatch, Model, ModelConfig, load
 from .protocol import Chunk, Logprob, Request, SamplingParams, derive_seed
-from .radix import EVICTION, Tree
+from .radix import Node, Tree
 from .scheduler import POLICIES, Batch, Req, Scheduler
 from .text import TextStream
 
@@ -193,11 +198,16 @@ class Engine:
         columns = -(-min(self.context_len, slots.capacity) // config.page_size) * config.page_size
         self.rows = Rows(max_running, columns, self.device)
         self.kv = KVPool(slots.capacity, config.page_size, model.num_layers, model.num_kv_heads, model.head_dim, self.model.dtype, self.device)
+        self.events: KVEvents | None = None  # what the tree stores and removes; to be read in any thread
+        if config.kv_events or config.kv_events_endpoint:
+            self.events = KVEvents(config.page_size, "CPU" if on_cpu else "GPU", endpoint=config.kv_events_endpoint,
+                                   replay_endpoint=config.kv_events_replay_endpoint, topic=config.kv_events_topic)
         self.scheduler = Scheduler(
-            tree=Tree(config.page_size, config.radix_eviction_policy), slots=slots, rows=self.rows,
+            tree=Tree(config.page_size, config.radix_eviction_policy, self.events), slots=slots, rows=self.rows,
             token_budget=config.chunked_prefill_size or (2048 if on_cpu else 8192), max_running=max_running,
             context_len=self.context_len, schedule_policy=config.schedule_policy, cache=not config.disable_radix_cache,
-            seed=config.random_seed or 0, waiting_timeout=config.waiting_timeout, running_timeout=config.running_timeout)
+            preempt_above=config.priority_scheduling_preemption_threshold, seed=config.random_seed or 0,
+            waiting_timeout=config.waiting_timeout, running_timeout=config.running_timeout)
         self.attention_backend = config.attention_backend or attention.default_backend(self.device)
         self.attention = attention.ATTENTION[self.attention_backend](model.num_heads, model.num_kv_heads, model.head_dim)
         self.sampler = sampling.SamplingState(max_running + 1, self.vocab_size, self.device)
@@ -210,7 +220,11 @@ class Engine:
         overlap = not config.disable_overlap_schedule
         self.depth = int(overlap)  # steps in flight while the next is planned; at most `scheduler.reserve`
         self.worker = Worker(threaded=overlap and on_cpu)
-        self.shutdown = weakref.finalize(self, self.worker.close)  # called, collected or at exit: once
+        ends = contextlib.ExitStack()
+        if self.events is not None:
+            ends.callback(self.events.close)
+        ends.callback(self.worker.close)
+        self.shutdown = weakref.finalize(self, ends.close)  # called, collected or at exit: once
 
     def _use_device(self) -> None:
         """Kernels go to the current device, which each thread has its own of."""
@@ -277,6 +291,8 @@ class Engine:
             self._land()
         elif batch is None and self.has_work and not self._outbox:
             raise AssertionError(f"{len(self.scheduler.waiting)} requests wait, {len(self.scheduler.running)} run, and no step can be made")
+        if self.events is not None:
+            self.events.flush()
         chunks, self._outbox = self._outbox, []
         return chunks
 
@@ -475,6 +491,8 @@ class Engine:
         if self.has_work:
             return False
         self.scheduler.slots.free(self.scheduler.tree.reset())
+        if self.events is not None:
+            self.events.flush()
         return True
 
     def in_force(self) -> dict:
@@ -490,6 +508,36 @@ class Engine:
         s = self.scheduler
         return {"running": len(s.running), "waiting": len(s.waiting), "kv_capacity": s.slots.capacity,
                 "kv_free": s.slots.available, "kv_cached": s.tree.evictable, "kv_locked": s.tree.protected, **vars(s.counters)}
+
+    def tree_view(self, max_nodes: int = 500, width: int = 60) -> dict:
+        """The tree as plain data: its `max_nodes` most used nodes (hits, and requests that wait), depth first, with at most `width` characters
+        of each one's text. `parent` is an index into `nodes`; `left_out` counts children that are not shown. Costs their siblings a heap entry."""
+        tree, ticks, shown = self.scheduler.tree, itertools.count(), set()
+        heap: list[tuple[int, int, Node]] = []
+
+        def offer(nodes: Iterable[Node]) -> None:
+            for node in nodes:
+                heapq.heappush(heap, (-node.hits - node.waiters, next(ticks), node))
+
+        for root in tree.roots.values():
+            offer(root.children.values())
+        while heap and len(shown) < max_nodes:
+            node = heapq.heappop(heap)[2]
+            shown.add(node)
+            offer(node.children.values())
+        nodes, stack = [], [(node, None) for root in tree.roots.values() for node in root.children.values() if node in shown][::-1]
+        while stack:
+            node, parent = stack.pop()
+            below = [child for child in node.children.values() if child in shown]
+            stack += [(child, len(nodes)) for child in reversed(below)]
+            text = self.tokenizer.decode(node.tokens[:width].tolist())
+            text = text[:width - 3] + "..." if len(text) > width or node.end - node.start > width else text
+            nodes.append({"parent": parent, "namespace": node.namespace, "start": node.start, "tokens": node.end - node.start, "text": text,
+                          "where": "ghost" if node.is_ghost else "device", "locks": node.locks, "hits": node.hits, "waiters": node.waiters,
+                          "left_out": len(node.children) - len(below)})
+        left_out = sum(len(root.children) for root in tree.roots.values()) - sum(node["parent"] is None for node in nodes)
+        return {"page_size": tree.page_size, "cached_tokens": tree.total, "locked_tokens": tree.protected,
+                "shown_tokens": sum(node["tokens"] for node in nodes if node["where"] == "device"), "left_out": left_out, "nodes": nodes}
 
     def synchronize(self) -> None:
         """Wait until every launched step has run. What it left is processed by the next calls of `step`."""

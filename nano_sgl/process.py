@@ -58,6 +58,7 @@ RESTART_DELAY_S = 1.0       # before the first restart; doubled for each death w
 RESTART_WINDOW_S = 300.0
 MAX_RESTARTS = 5            # within the window; the next death is the last
 LAST_WORDS_S = 0.05         # what a child sent before it died may still be on its way
+VERBS = ("stats", "flush_cache", "tree_view")  # what `EngineProcess.ask` may ask for, beside "probe"
 PROBE = "probe"             # the rid of the request that asks whether the engine makes tokens; wire ids are numbers
 
 encode = msgspec.msgpack.Encoder().encode
@@ -79,6 +80,7 @@ class EngineProcess:
         self.exit_code = 0              # of the child, while it is dead
         self.info: Ready | None = None
         self.settled, self.dead = asyncio.Event(), asyncio.Event()  # settled: was ready once, or is dead
+        self.observe: Callable[[str, float], None] = lambda what, seconds: None  # told of each "first token" and each "end", see `Stream`
         self._streams: dict[str, Stream] = {}  # by wire id
         self._rids: set[str] = set()           # the clients' ids of open calls
         self._replies: dict[int, asyncio.Future] = {}
@@ -267,10 +269,15 @@ class EngineProcess:
 
 
 class Stream:
-    """The chunks of one call. rids: wire id -> the client's. open: the wire ids of requests that have not ended."""
+    """The chunks of one call. rids: wire id -> the client's. open: the wire ids of requests that have not ended.
+
+    Tells `EngineProcess.observe` how many seconds after it was opened each request had its first token and its regular end. Without
+    streaming a request has one chunk, at its end: when its first token was made is then known only if it has no other.
+    """
 
     def __init__(self, engine: EngineProcess, rids: dict[str, str]):
         self.engine, self.rids, self.open = engine, rids, set(rids)
+        self.opened_at, self.silent = time.monotonic(), set(rids)  # silent: those without a token yet
         self._inbox: list[Chunk | Rejected] = []
         self._news = asyncio.Event()
 
@@ -278,11 +285,21 @@ class Stream:
         if isinstance(event, Rejected):
             self.open.clear()  # none of the call was taken
         else:
+            self._observe(event)
             if event.finish_reason:
                 self.open.discard(event.rid)
             event.rid = self.rids[event.rid]
         self._inbox.append(event)
         self._news.set()
+
+    def _observe(self, chunk: Chunk) -> None:
+        seconds = time.monotonic() - self.opened_at
+        if chunk.output_ids and chunk.rid in self.silent:
+            self.silent.discard(chunk.rid)
+            if not chunk.finish_reason or len(chunk.output_ids) == 1:
+                self.engine.observe("first token", seconds)
+        if chunk.finish_reason in ("stop", "length"):
+            self.engine.observe("end", seconds)
 
     async def next(self) -> list[Chunk]:
         """What has arrived, at least one chunk; [] when all requests have ended. RequestError where one failed."""
@@ -383,7 +400,7 @@ class Child:
                 elif command.verb == "probe":
                     self.probe(command.id)
                 else:
-                    out.append(Reply(command.id, {"stats": self.stats, "flush_cache": self.engine.flush_cache}[command.verb]()))
+                    out.append(Reply(command.id, self.answer(*command.verb.split())))
             except Exception as error:  # whatever it was, it is the sender's affair; the others go on
                 if isinstance(command, Request):
                     return self._refuse(command, added, error)
@@ -393,6 +410,12 @@ class Child:
         self.alive.update(added)
         self.added = self.added or bool(added)
         return out
+
+    def answer(self, verb: str, *numbers: str) -> Any:
+        """What the engine says to one of its own verbs, which may come with numbers: "tree_view 500 60"."""
+        if verb not in VERBS:
+            raise ValueError(f"the verb {verb!r} is unknown, expected one of {', '.join(VERBS)}")
+        return self.stats() if verb == "stats" else getattr(self.engine, verb)(*map(int, numbers))
 
     def _refuse(self, request: Request, added: list[str], error: Exception) -> list[Rejected]:
         for rid in added:

@@ -12,19 +12,25 @@ first page. A *match* says how far a key is cached; it may end inside a node, an
 makes a *handle* of it: the node is split where the match ends, and nothing from there up to the root is evicted until `unlock`.
 *Namespaces* are separate roots and share nothing. `step` is the launch that computes a node's KV: if it fails, the node goes.
 
+A *ghost* is a node without slots: tokens that somebody wants and nobody has computed. Waiting requests hang in the tree as ghosts
+(waiting.py), so that the order in which they should start follows from the tree's own changes.
+
 Invariants. `node.locks == node.holds + sum(child.locks)`: a locked node is not recent but ineligible, and so is all above it.
 What is unlocked is a union of whole subtrees, so there is an unlocked leaf while `evictable > 0`. No slot is in two nodes.
+Below a ghost are ghosts, and each is wanted. `check` proves all of it by counting again.
 
-Eviction takes whole leaves, then the parents that became leaves. LRU needs no heap for it: a path is released from its end
-upwards, so the list of unlocked nodes by last use has every child before its parent, and its head is always a leaf (`Lru`).
+Eviction (eviction.py) takes whole leaves, then the parents that became leaves. An evicted node that is wanted becomes a ghost.
 
-Cost. match, insert: a dict look-up and a memcmp a node, one vector compare where the key parts from the tree. lock, unlock: the
-nodes of the path. evict: O(1) a victim, O(log n) with a heap. Only `check`, `walk`, `remove_step` and `reset` visit every node.
+Cost. match, insert, wait: a dict look-up and a memcmp a node, one vector compare where the key parts from the tree. lock, unlock:
+the nodes of the path. evict: O(1) a victim, O(log n) with a heap. Only `check`, `walk`, `remove_step` and `reset` visit every node.
 
 Where it stops holding: nothing is merged again, so inserting an output token by token makes a node a token: insert runs. Not
-thread-safe. No tensors: slot numbers go in, and the ones that nobody needs any more come out.
+thread-safe. No tensors: slot numbers go in, and the ones that nobody needs any more come out. Tiers (host, disk) will be other
+values of where a node's span lives; components (window KV, recurrent state) will be further slots of a node with a rule of their
+own for what counts as a match. Requests park by full attention then, and the rule is applied to the one that is picked, alone;
+a component's lock is a receipt by token position, for a split moves nodes, never positions.
 
-After SGLang's RadixAttention (Zheng et al. 2024, section 3); the radix tree is Morrison's (1968), slru Karedla's (et al. 1994).
+After SGLang's RadixAttention (Zheng et al. 2024, section 3); the radix tree is Morrison's (1968).
 """
 
 from __future__ import annotations
@@ -36,9 +42,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from .eviction import EVICTION, Heap, Order
+from .waiting import WAIT_FOR_LEADER, Waiter, Waiting
+
 MAX_PAGE_SIZE = 64
 TOKEN_BYTES = 4  # an int32 id
-SLRU_THRESHOLD = 2  # requests that must have used a node before slru protects it
 
 Key = bytes | np.ndarray | Sequence[int]
 
@@ -49,11 +57,16 @@ class Node:
     `key` bytes of int32, `slots` int32 [end - start]; `start`, `end` depth in tokens before and after the span; `locks` handles
     at or below this node, `holds` handles exactly here; `hits` requests that used it; `step` the launch that computes it, 0 if it
     is there. In the tree's clock: `born` and last `used`. `before`, `after`, `ticket` belong to the eviction order. A node that
-    has left the tree has no `parent`.
+    has left the tree has no `parent`. `kids` children with slots.
+
+    Of those that wait: `slots` is None of a ghost (and of a root); `waiters` at or below; `first` the earliest arrival of those
+    parked here, of a ghost at or below; `line` a heap (arrival, tick, waiter | ghost below) to know it by; `leaders` requests that
+    will compute this ghost; `blocked`: they will compute so much of it that whoever wants it waits. `heavy` a heap (-waiters, tick,
+    child with slots), kept where the tree `weighs`. Entries that no longer hold are thrown out when they come up.
     """
 
     __slots__ = ("parent", "children", "key", "slots", "start", "end", "namespace", "locks", "holds", "hits", "priority", "step",
-                 "born", "used", "before", "after", "ticket")
+                 "born", "used", "before", "after", "ticket", "kids", "waiters", "first", "line", "leaders", "blocked", "heavy")
 
     def __init__(self, parent: Node | None, key: bytes, slots: np.ndarray | None, namespace: str):
         self.parent = parent
@@ -61,17 +74,24 @@ class Node:
         self.key, self.slots, self.namespace = key, slots, namespace
         self.start = parent.end if parent is not None else 0
         self.end = self.start + len(key) // TOKEN_BYTES
-        self.locks = self.holds = self.hits = self.step = self.born = self.used = self.ticket = 0
+        self.locks = self.holds = self.hits = self.step = self.born = self.used = self.ticket = self.kids = self.waiters = self.leaders = 0
         self.priority = sys.maxsize  # a root's: nothing raises it
-        self.before: Node | None = None
-        self.after: Node | None = None
+        self.before = self.after = self.first = None
+        self.line: list[tuple[int, int, Waiter | Node]] = []
+        self.heavy: list[tuple[int, int, Node]] = []
+        self.blocked = False
 
     def __repr__(self) -> str:
-        return f"Node([{self.start}, {self.end}), locks={self.locks}, hits={self.hits}, children={len(self.children)})"
+        kind = "Ghost" if self.is_ghost else "Node"
+        return f"{kind}([{self.start}, {self.end}), locks={self.locks}, hits={self.hits}, waiters={self.waiters}, children={len(self.children)})"
 
     @property
     def is_root(self) -> bool:
         return not self.key
+
+    @property
+    def is_ghost(self) -> bool:
+        return self.slots is None and self.parent is not None
 
     @property
     def tokens(self) -> np.ndarray:
@@ -101,23 +121,22 @@ class Inserted(NamedTuple):
     present: int
 
 
-class Tree:
-    """The prefixes whose KV is in memory. `evictable` and `protected` count tokens; together they are all slots the tree owns."""
+class Tree(Waiting):
+    """The prefixes whose KV is in memory, and those that are wanted. `evictable` and `protected` count tokens; together they are all
+    slots the tree owns. `events`: told of KV that comes and goes (events.py). `weighs`: whether `heaviest` will be asked."""
 
-    def __init__(self, page_size: int = 1, policy: str = "lru"):
+    def __init__(self, page_size: int = 1, policy: str = "lru", events: object | None = None, weighs: bool = False):
         if type(page_size) is not int or not 1 <= page_size <= MAX_PAGE_SIZE:
             raise ValueError(f"page_size is {page_size!r}, expected an integer from 1 to {MAX_PAGE_SIZE}")
         if policy not in EVICTION:
             raise ValueError(f"eviction policy {policy!r} is unknown, expected one of {', '.join(sorted(EVICTION))}")
-        self.page_size, self.policy = page_size, policy
+        self.page_size, self.policy, self.events, self.weighs = page_size, policy, events, weighs
         self._page = page_size * TOKEN_BYTES
-        self._clear()
-
-    def _clear(self) -> None:
-        self.roots: dict[str, Node] = {}  # only those with children: a salt that was used once leaves nothing behind
+        self.roots: dict[str, Node] = {}  # only those in use: a salt that was used once leaves nothing behind
         self.evictable = self.protected = self.clock = 0
         rule = EVICTION[self.policy]
         self.order: Order = rule() if isinstance(rule, type) else Heap(rule)
+        super().__init__(Node(None, b"", None, ""))
 
     @property
     def total(self) -> int:
@@ -164,7 +183,7 @@ class Tree:
         page = self._page
         while at < end:
             child = node.children.get(key[at : at + page])
-            if child is None:
+            if child is None or child.slots is None:
                 break
             node, span = child, child.key
             stop = at + len(span)
@@ -327,26 +346,54 @@ class Tree:
             if up.start >= counted_len:
                 up.hits += 1
             up = up.parent
-        if at < end:
+        present = at
+        while at < end:
+            child = node.children.get(key[at : at + self._page])
+            if child is None:
+                child = node.children[key[at : at + self._page]] = Node(node, key[at:end], None, node.namespace)
+            elif at + len(child.key) > end or not key.startswith(child.key, at):
+                child = self._split(child, self._common(child.key, key, at, end) // TOKEN_BYTES)
+            stop = at + len(child.key)
             # A copy, because the caller's array may be a view of a table row that changes.
-            leaf = Node(node, key[at:end], slots[at // TOKEN_BYTES : end // TOKEN_BYTES].copy(), node.namespace)
-            leaf.priority, leaf.step, leaf.hits, leaf.born = priority, step, 1, self.clock
-            node.children[key[at : at + self._page]] = node = leaf
-            self.evictable += leaf.end - leaf.start
-            self.order.add(leaf)
-        return node, (at - first) // TOKEN_BYTES
+            self._fill(child, slots[at // TOKEN_BYTES : stop // TOKEN_BYTES].copy(), step, priority)
+            node, at = child, stop
+        return node, (present - first) // TOKEN_BYTES
+
+    def _fill(self, ghost: Node, slots: np.ndarray, step: int, priority: int) -> None:
+        """A ghost gets its KV: it is an unlocked leaf, and who wants it is parked here."""
+        parent = ghost.parent
+        ghost.slots, ghost.priority, ghost.step, ghost.hits, ghost.born = slots, priority, step, 1, self.clock
+        ghost.blocked = False
+        parent.kids += 1
+        self.evictable += ghost.end - ghost.start
+        self.order.add(ghost)
+        if self.events is not None:
+            self.events.stored(ghost)
+        if ghost.waiters:
+            self._weigh(ghost)
+            self._park(ghost)
+            self._refresh(parent)
 
     def _split(self, node: Node, size: int) -> Node:
-        """Cuts a node after `size` tokens. Returns the upper part, which is new; the node becomes the lower, so handles stay."""
-        cut = size * TOKEN_BYTES
-        upper = Node(node.parent, node.key[:cut], node.slots[:size].copy(), node.namespace)
+        """Cuts a node after `size` tokens. Returns the upper part, which is new; the node becomes the lower, so handles and waiters stay."""
+        cut, parent = size * TOKEN_BYTES, node.parent
+        upper = Node(parent, node.key[:cut], None, node.namespace)
         upper.locks, upper.hits, upper.priority, upper.step = node.locks, node.hits, node.priority, node.step
-        upper.born, upper.used = node.born, node.used
-        upper.parent.children[upper.key[: self._page]] = upper
-        node.parent, node.start = upper, upper.end
-        node.key, node.slots = node.key[cut:], node.slots[size:].copy()
+        upper.born, upper.used, upper.waiters, upper.leaders = node.born, node.used, node.waiters, node.leaders
+        parent.children[upper.key[: self._page]] = upper
+        node.parent, node.start, node.key = upper, upper.end, node.key[cut:]
         upper.children[node.key[: self._page]] = node
-        self.order.split(upper, node)
+        if node.slots is None:
+            upper.blocked = node.blocked and upper.end - self.parking(upper).end >= WAIT_FOR_LEADER
+            if node.first is not None:
+                self._enter(node)
+                self._refresh(upper)
+        else:
+            upper.slots, node.slots, upper.kids = node.slots[:size].copy(), node.slots[size:].copy(), 1
+            self.order.split(upper, node)
+            if node.waiters:
+                self._weigh(node)
+                self._weigh(upper)
         return upper
 
     def _touch(self, node: Node) -> None:
@@ -378,7 +425,7 @@ class Tree:
         """Takes out a path from its end upwards, as far as nobody locks it and nothing else hangs on it; returns the slots."""
         self._refuse_gone(node)
         parts = []
-        while not (node.is_root or node.locks or node.children):
+        while not (node.is_root or node.locks or node.kids):
             parts.append(node.slots)
             leaf, node = node, node.parent
             self._remove(leaf)
@@ -397,45 +444,74 @@ class Tree:
                 if node.locks:
                     raise RuntimeError(f"step {step} cannot be taken back: {node} is locked")
                 doomed[node] = None
+        slots = join([node.slots for node in doomed])
         for node in reversed(doomed):
             self._remove(node)
-        return join([node.slots for node in doomed])
+        return slots
 
     def reset(self) -> np.ndarray:
         """Empties the tree; all its slots, int32. Raises, and changes nothing, while a request holds a lock."""
         if self.protected:
             raise RuntimeError(f"{self.protected} tokens are locked by requests that run: reset the cache when they are done")
         nodes = list(self.walk())
-        for node in nodes:
-            node.parent = None
-        for root in self.roots.values():
-            root.children = {}  # somebody may keep it as a handle
-        self._clear()
-        return join([node.slots for node in nodes])
+        slots = join([node.slots for node in nodes])
+        for node in reversed(nodes):
+            self._remove(node)
+        if self.events is not None:
+            self.events.cleared()
+        return slots
 
     def _remove(self, leaf: Node) -> None:
+        """An unlocked leaf loses its KV: it leaves the tree, or stays as a ghost while somebody waits for it."""
         parent = leaf.parent
         self.order.remove(leaf)
-        del parent.children[leaf.key[: self._page]]
-        leaf.parent = None
         self.evictable -= leaf.end - leaf.start
-        if parent.children:
-            return
-        if parent.is_root:
-            del self.roots[parent.namespace]
-        elif not parent.locks:
+        parent.kids -= 1
+        if self.events is not None:
+            self.events.removed(leaf)
+        leaf.slots = None
+        if leaf.waiters or leaf.leaders:
+            leaf.blocked = leaf.leaders > 0 and leaf.end - parent.end >= WAIT_FOR_LEADER
+            if leaf.first is not None:
+                self._enter(leaf)
+                self._refresh(parent)
+        else:
+            del parent.children[leaf.key[: self._page]]
+            leaf.parent = None
+        if not parent.kids and not parent.is_root and not parent.locks:
             self.order.bare(parent)
+        self._prune(parent)
+
+    # -- those that wait --
+
+    def wait(self, key: Key, namespace: str, arrival: int, request: object) -> Waiter:
+        """Hangs a request's whole pages in the tree: what is cached of them is found now and followed from now on. Arrivals differ."""
+        key = key_bytes(key)
+        node, at, end = self.roots.setdefault(namespace, self.root(namespace)), 0, self._whole_pages(len(key))
+        while at < end:
+            child = node.children.get(key[at : at + self._page])
+            if child is None:
+                child = node.children[key[at : at + self._page]] = Node(node, key[at:end], None, namespace)
+            elif at + len(child.key) > end or not key.startswith(child.key, at):
+                child = self._split(child, self._common(child.key, key, at, end) // TOKEN_BYTES)
+            node, at = child, at + len(child.key)
+        waiter = Waiter(node, arrival, request)
+        heapq.heappush(node.line, (arrival, next(self._ticks), waiter))
+        self._count(node, waiters=1)
+        self._refresh(node)
+        return waiter
 
     # -- looking at it --
 
-    def walk(self) -> Iterator[Node]:
-        """All nodes but the roots, depth first, parents before children."""
+    def walk(self, ghosts: bool = False) -> Iterator[Node]:
+        """All nodes with slots, or with the ghosts too, depth first, parents before children."""
         for root in self.roots.values():
             stack = list(reversed(root.children.values()))
             while stack:
                 node = stack.pop()
-                stack.extend(reversed(node.children.values()))
-                yield node
+                if ghosts or node.slots is not None:
+                    stack.extend(reversed(node.children.values()))
+                    yield node
 
     def render(self, decode: Callable[[list[int]], str] | None = None, width: int = 60) -> str:
         """The tree as text, a node a line, spans cut to `width` characters; `decode` turns token ids into words."""
@@ -448,7 +524,7 @@ class Tree:
                 last = next(reversed(node.parent.children.values())) is node
                 text = decode(node.tokens.tolist()) if decode else " ".join(map(str, node.tokens.tolist()))
                 text = text if len(text) <= width else text[: width - 3] + "..."
-                facts = [f"{node.end - node.start} tok"]
+                facts = [f"{node.end - node.start} tok"] + ["not computed"] * node.is_ghost + [f"{node.waiters} waiting"] * (node.waiters > 0)
                 facts += [f"{node.locks} locks"] * (node.locks > 0) + [f"{node.hits} hits"] * (node.hits > 1)
                 lines.append(f"{indent}{'`-- ' if last else '|-- '}{text}  ({', '.join(facts)})")
                 stack += [(child, indent + ("    " if last else "|   ")) for child in reversed(node.children.values())]
@@ -456,10 +532,13 @@ class Tree:
 
     def check(self) -> None:
         """Audits every counter and link of tree and eviction order; raises AssertionError that names the node at fault."""
-        nodes = list(self.walk())
+        nodes, everything = list(self.walk()), list(self.walk(ghosts=True))
         for namespace, root in self.roots.items():
             empty = root.parent is None and (root.key, root.start, root.end, root.locks, root.holds) == (b"", 0, 0, 0, 0)
-            assert empty and root.children and root.namespace == namespace, f"the root of {namespace!r} is not one: {root}"
+            used = root.children or root.waiters or root.leaders
+            assert empty and used and root.namespace == namespace, f"the root of {namespace!r} is not one: {root}"
+        for node in everything:
+            self._check_place(node, node.parent)
         for node in nodes:
             self._check_node(node, node.parent)
         slots, counts = np.unique(join([node.slots for node in nodes]), return_counts=True)
@@ -470,18 +549,27 @@ class Tree:
         assert evictable == self.evictable, f"evictable is {self.evictable}, the nodes say {evictable}"
         assert protected == self.protected, f"protected is {self.protected}, the nodes say {protected}"
         self.order.check(nodes)
+        self._check_waiting([*self.roots.values(), *everything])
 
-    def _check_node(self, node: Node, parent: Node) -> None:
+    def _check_place(self, node: Node, parent: Node) -> None:
         size = node.end - node.start
         assert parent.children.get(node.key[: self._page]) is node, f"{node} is not where its parent looks for it"
         assert parent.namespace == node.namespace, f"{node} is in {node.namespace!r}, its parent in {parent.namespace!r}"
         assert node.start == parent.end and size > 0, f"{node} does not begin where {parent} ends"
         assert len(node.key) == size * TOKEN_BYTES and size % self.page_size == 0, f"{node} has a key of {len(node.key)} bytes"
+        if node.slots is None:
+            assert node.waiters or node.leaders, f"nobody wants {node}"
+            assert not node.locks and not node.kids, f"{node} has no KV, but {node.locks} locks and {node.kids} children that have"
+
+    def _check_node(self, node: Node, parent: Node) -> None:
+        size = node.end - node.start
         assert node.slots.dtype == np.int32 and node.slots.shape == (size,), f"{node} has slots of shape {node.slots.shape}"
         pages = node.slots.reshape(-1, self.page_size)
         whole = (pages[:, :1] % self.page_size == 0).all() and (pages - pages[:, :1] == np.arange(self.page_size)).all()
         assert whole, f"the slots of {node} are not whole pages"
-        assert node.locks == node.holds + sum(child.locks for child in node.children.values()), f"{node}: locks do not add up"
+        kids = [child for child in node.children.values() if child.slots is not None]
+        assert node.kids == len(kids), f"{node}: {node.kids} children with KV are counted"
+        assert node.locks == node.holds + sum(child.locks for child in kids), f"{node}: locks do not add up"
         assert node.holds >= 0 and node.hits >= 1, f"{node}: {node.holds} handles, {node.hits} hits"
         assert node.priority <= parent.priority, f"{node}: priority {node.priority} is above its parent's {parent.priority}"
         assert node.born <= self.clock and node.used <= self.clock, f"{node}: born or used in the future"
@@ -506,276 +594,6 @@ def key_bytes(key: Key) -> bytes:
     if ids.ndim != 1:
         raise ValueError(f"a key of shape {ids.shape} was given, expected one dimension")
     return ids.tobytes()
-
-
-# -- the seam: which unlocked leaf goes next --
-
-EVICTION: dict[str, type[Order] | Callable[[Node], object]] = {}
-
-
-def eviction(name: str) -> Callable:
-    """Registers a policy: an `Order`, or a function of a leaf whose smallest value goes first (a `Heap` is made of it).
-
-    Of a node, such a function may use what changes only while the node is locked, has children, or is being inserted: its span,
-    `hits`, `priority`, `born`, `used`.
-    """
-
-    def register(rule):
-        EVICTION[name] = rule
-        return rule
-
-    return register
-
-
-class Order:
-    """The events that decide the order, and a ring of nodes linked through `before` and `after` to keep it in.
-
-    A *chain* is a list of nodes that changed together, each followed by its parent. Only the first can be a leaf.
-    """
-
-    def __init__(self) -> None:
-        self.ring = Node(None, b"", None, "")  # ring.after is the head, ring.before the tail
-        self.ring.before = self.ring.after = self.ring
-
-    def add(self, leaf: Node) -> None:
-        """A new unlocked leaf hangs in the tree; `touch` follows."""
-
-    def touch(self, chain: list[Node]) -> None:
-        """These are unlocked and were used just now."""
-
-    def lock(self, chain: list[Node]) -> None:
-        """These were unlocked until now."""
-
-    def split(self, upper: Node, lower: Node) -> None:
-        """`upper` was made of the beginning of `lower`."""
-
-    def bare(self, node: Node) -> None:
-        """An unlocked node has lost its last child."""
-
-    def remove(self, leaf: Node) -> None:
-        """An unlocked leaf leaves the tree."""
-        if leaf.after is not None:
-            self.unlink(leaf)
-
-    def victims(self) -> Iterator[Node]:
-        """Unlocked leaves, next victim first. The caller removes each before it asks for another."""
-        raise NotImplementedError
-
-    def check(self, nodes: list[Node]) -> None:
-        """Audits the order against the nodes of the tree."""
-
-    def link(self, node: Node, before: Node) -> None:
-        """Puts a node into the ring before another; before the ring itself is the tail."""
-        last = before.before
-        last.after = before.before = node
-        node.before, node.after = last, before
-
-    def unlink(self, node: Node) -> None:
-        node.before.after, node.after.before = node.after, node.before
-        node.before = node.after = None
-
-    def check_ring(self, expected: list[Node], child_first: bool | None, value: Callable[[Node], int] | None) -> None:
-        """Asserts that the ring holds the expected nodes, on the right side of their parents, by rising `value`."""
-        linked, node = [], self.ring.after
-        while node is not self.ring:
-            assert node.after.before is node and node.before.after is node, f"{node}: broken links in the eviction order"
-            linked.append(node)
-            node = node.after
-        assert len(linked) == len(expected) and set(linked) == set(expected), "the eviction order has lost or gained nodes"
-        place = {node: i for i, node in enumerate(linked)}
-        for node in linked:
-            if child_first is not None and node.parent in place:
-                assert (place[node] < place[node.parent]) is child_first, f"{node} is on the wrong side of its parent"
-        if value is not None:
-            assert all(value(a) <= value(b) for a, b in zip(linked, linked[1:])), "the eviction order is not sorted"
-
-
-@eviction("lru")
-class Lru(Order):
-    """Least recently used first. All unlocked nodes are linked by last use, every child before its parent: what is above a node
-    was used no earlier, and a chain comes child first. So the head is a leaf, and a parent that becomes bare is in its place."""
-
-    def touch(self, chain: list[Node]) -> None:
-        ring = self.ring
-        for node in chain:
-            if node.after is not None:
-                self.unlink(node)
-            last = ring.before  # `link`, written out: the hottest loop of unlock
-            last.after = ring.before = node
-            node.before, node.after = last, ring
-
-    def lock(self, chain: list[Node]) -> None:
-        for node in chain:  # `unlink`, written out: the hottest loop of lock
-            node.before.after, node.after.before = node.after, node.before
-            node.before = node.after = None
-
-    def split(self, upper: Node, lower: Node) -> None:
-        if not lower.locks:
-            self.link(upper, before=lower.after)
-
-    def victims(self) -> Iterator[Node]:
-        while self.ring.after is not self.ring:
-            yield self.ring.after
-
-    def check(self, nodes: list[Node]) -> None:
-        self.check_ring([node for node in nodes if not node.locks], child_first=True, value=lambda node: node.used)
-
-
-@eviction("mru")
-class Mru(Order):
-    """Most recently used first: right where a set that does not fit is read in a circle. The unlocked leaves are linked by last
-    use. A parent that becomes bare was used no earlier than the leaf just evicted, so its place is at the tail or near it."""
-
-    def add(self, leaf: Node) -> None:
-        if leaf.parent.after is not None:
-            self.unlink(leaf.parent)
-
-    def touch(self, chain: list[Node]) -> None:
-        leaf = chain[0]
-        if leaf.after is not None:
-            self.unlink(leaf)
-        if not leaf.children:
-            self.link(leaf, before=self.ring)
-
-    def lock(self, chain: list[Node]) -> None:
-        if chain[0].after is not None:
-            self.unlink(chain[0])
-
-    def bare(self, node: Node) -> None:
-        place = self.ring
-        while place.before is not self.ring and place.before.used > node.used:
-            place = place.before
-        self.link(node, before=place)
-
-    def victims(self) -> Iterator[Node]:
-        while self.ring.before is not self.ring:
-            yield self.ring.before
-
-    def check(self, nodes: list[Node]) -> None:
-        leaves = [node for node in nodes if not node.locks and not node.children]
-        self.check_ring(leaves, child_first=None, value=lambda node: node.used)
-
-
-@eviction("fifo")
-class Fifo(Order):
-    """Oldest first, however much it is used; a node is as old as the last span hung at or below it. All nodes are linked, every
-    child before its parent. Locked ones keep their place: an evict passes over those at the old end, once a call."""
-
-    def add(self, leaf: Node) -> None:
-        self.link(leaf, before=self.ring)
-        for node in reversed(leaf.parent.path()):
-            self.unlink(node)
-            self.link(node, before=self.ring)
-
-    def split(self, upper: Node, lower: Node) -> None:
-        self.link(upper, before=lower.after)
-
-    def victims(self) -> Iterator[Node]:
-        node = self.ring.after
-        while node is not self.ring:
-            following = node.after
-            if not node.locks:
-                yield node
-            node = following
-
-    def check(self, nodes: list[Node]) -> None:
-        self.check_ring(nodes, child_first=True, value=None)
-
-
-@eviction("filo")
-class Filo(Order):
-    """Newest first: what came first stays. All nodes are linked by birth, parents before children, so the tail is a leaf. Locked
-    ones are passed over as in `Fifo`, and here those of the running requests are at the end where eviction begins."""
-
-    def add(self, leaf: Node) -> None:
-        self.link(leaf, before=self.ring)
-
-    def split(self, upper: Node, lower: Node) -> None:
-        self.link(upper, before=lower)
-
-    def victims(self) -> Iterator[Node]:
-        node = self.ring.before
-        while node is not self.ring:
-            following = node.before
-            if not node.locks:
-                yield node
-            node = following
-
-    def check(self, nodes: list[Node]) -> None:
-        self.check_ring(nodes, child_first=False, value=lambda node: node.born)
-
-
-class Heap(Order):
-    """Smallest `value(leaf)` first. The entry of a leaf that is locked or gets a child is not searched for: the node loses its
-    `ticket`, and the void entry is thrown out when it comes up, or with all others when they are more than half of the heap."""
-
-    def __init__(self, value: Callable[[Node], object]) -> None:
-        super().__init__()
-        self.value = value
-        self.heap: list[tuple[object, int, Node]] = []
-        self.tickets = self.valid = 0  # handed out so far; entries that still count
-
-    def push(self, leaf: Node) -> None:
-        self.void(leaf)
-        self.tickets += 1
-        self.valid += 1
-        leaf.ticket = self.tickets
-        heapq.heappush(self.heap, (self.value(leaf), leaf.ticket, leaf))
-        if len(self.heap) > 2 * self.valid + 64:
-            self.heap = [entry for entry in self.heap if entry[2].ticket == entry[1]]
-            heapq.heapify(self.heap)
-
-    def void(self, node: Node) -> None:
-        self.valid -= node.ticket > 0
-        node.ticket = 0
-
-    def add(self, leaf: Node) -> None:
-        self.void(leaf.parent)
-
-    def touch(self, chain: list[Node]) -> None:
-        if not chain[0].children:
-            self.push(chain[0])
-
-    def lock(self, chain: list[Node]) -> None:
-        self.void(chain[0])
-
-    def bare(self, node: Node) -> None:
-        self.push(node)
-
-    def remove(self, leaf: Node) -> None:
-        self.void(leaf)
-
-    def victims(self) -> Iterator[Node]:
-        while self.heap:
-            _, ticket, node = heapq.heappop(self.heap)
-            if node.ticket == ticket:
-                yield node
-
-    def check(self, nodes: list[Node]) -> None:
-        good = {node: value for value, ticket, node in self.heap if node.ticket == ticket}
-        leaves = {node for node in nodes if not node.locks and not node.children}
-        assert set(good) == leaves, "the valid entries of the heap are not the unlocked leaves"
-        assert self.valid == len(good), f"the heap counts {self.valid} valid entries and has {len(good)}"
-        for node, value in good.items():
-            assert value == self.value(node), f"{node}: its value went from {value} to {self.value(node)} while it was evictable"
-
-
-@eviction("lfu")
-def lfu(leaf: Node) -> tuple[int, int]:
-    """Fewest requests first, then least recently used."""
-    return leaf.hits, leaf.used
-
-
-@eviction("slru")
-def slru(leaf: Node) -> tuple[bool, int]:
-    """What one request used goes before what several did: a flood of single prompts cannot wash a shared one out."""
-    return leaf.hits >= SLRU_THRESHOLD, leaf.used
-
-
-@eviction("priority")
-def priority(leaf: Node) -> tuple[int, int]:
-    """What mattered least to its most important request first; a prompt counts one more than an output."""
-    return leaf.priority, leaf.used
 
 
 # -- demo: nine points in the life of a tree, after Figure 3 of the SGLang paper --

@@ -8,9 +8,10 @@ them; a step extends it, and leaves at least one token to compute, or there are 
                 ^ adopted       ^ next chunk ^        a long prompt: the gap shrinks chunk by chunk, then a token is sampled
 
 A pass (`next_batch`) spends one token budget: running requests first (decode rows, then the prompt that is being cut into chunks), then
-waiting ones in the order of the policy, as budget, rows and memory allow. A prompt's tokens enter the tree *when their step is launched*, so
-the next candidate of the same pass already matches them: 64 cold prompts that share 30 tokens are admitted in one pass, and the shared tokens
-are computed once. A candidate waits only where a leader will compute at least 32 more tokens that both need.
+waiting ones in the order of the policy, as budget, rows and memory allow. Waiting requests hang in the tree (radix.py), so the longest match
+or the heaviest subtree is known without a look at the queue. A prompt's tokens enter the tree *when their step is launched*, so the next
+candidate of the same pass already matches them: 64 cold prompts that share 30 tokens are admitted in one pass, and the shared tokens are
+computed once. A candidate waits only where a leader will compute at least 32 more tokens that both need.
 
 Memory never deadlocks: a request is refused at `add` if it could not run alone, is admitted only where its prompt and its likely output fit
 beside what the running ones still need, and when the guess was wrong the cheapest running request is *retracted*: its KV stays in the tree,
@@ -23,16 +24,19 @@ Only this file writes a `Req`, calls the tree's mutators and moves slots. A requ
 them has committed, never before; that is what `in_flight` counts.
 
 Source: continuous batching is Orca (Yu et al. 2022); chunked prefill is Sarathi (Agrawal et al. 2023); the one rule is vLLM v1's; cache-aware
-order, in-batch sharing and the admission estimate are SGLang's (Zheng et al. 2024). Cost of a pass: O(rows) plus one match per candidate.
+order, in-batch sharing and the admission estimate are SGLang's (Zheng et al. 2024). Cost of a pass: O(rows), and per started request the nodes of
+its path, whatever the length of the queue; policies that are a sort key look at every waiting request.
 """
 
 from __future__ import annotations
 
 import bisect
 import collections
+import heapq
+import operator
 import random
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -40,9 +44,9 @@ import numpy as np
 from .memory import Rows, SlotAllocator, Writes
 from .protocol import Request, RequestError, SamplingParams
 from .radix import Match, Node, Tree, key_bytes
+from .waiting import Waiter
 
 OLDEST_AFTER = 8         # starts that may pass the oldest waiting request over; then it goes first
-WAIT_FOR_LEADER = 32     # tokens beyond the leader's chunk that make waiting cheaper than computing them twice
 OUTPUT_ESTIMATE = 4096   # an output is never expected to be longer than this
 RATIO_START, RATIO_MIN, RATIO_DECAY, RATIO_RAISE = 0.7, 0.1, 0.995, 0.3  # share of max_tokens that requests are expected to use
 RETRY_ADMISSION = 16     # steps after which a full pool is looked at again although nothing was given back
@@ -61,6 +65,7 @@ class Req:
         self.state = "waiting"            # waiting, running, finished; a retracted request waits again
         self.leaving = ""                 # where a request that is still in flight goes once it has landed: "queue" or "done"
         self.row = 0
+        self.place: Waiter | None = None  # in the tree, while it waits or computes its prompt
         self.node: Node | None = None     # the deepest tree node of its path; locked while the request runs
         self.own_start = 0
         self.store_from = 0               # columns before this one have their KV from others, maybe in the same step: never stored again
@@ -75,6 +80,7 @@ class Req:
         self.counted_len = 0              # tokens whose nodes have been given this request's hit
         self.retractions = 0
         self.queued_at = 0.0              # seconds on the scheduler's clock
+        self.queued_tokens = 0            # tokens that had been computed for others by then
         self.started_at: float | None = None    # when it got its first row
         self.suspect_until = 0            # columns that it must compute alone, since a step failed with it; 0: it may share steps
         self.spoiled = False              # its KV is no good: not numbers, or never computed
@@ -156,8 +162,20 @@ class Counters:
     output_tokens: int = 0
     computed_tokens: int = 0
     retractions: int = 0
+    preemptions: int = 0
     finished: int = 0
     steps: int = 0
+
+
+ARRIVAL = operator.attrgetter("arrival")
+
+
+def _insert(reqs: list[Req], req: Req) -> None:
+    """Keeps a list in order of arrival; most belong at its end."""
+    if not reqs or reqs[-1].arrival < req.arrival:
+        reqs.append(req)
+    else:
+        bisect.insort(reqs, req, key=ARRIVAL)
 
 
 def _dearest_first(req: Req) -> tuple:
@@ -169,9 +187,10 @@ def _dearest_first(req: Req) -> tuple:
 
 @dataclass(frozen=True)
 class Policy:
-    """An order of the waiting queue: the smallest key goes first. `fair`: nobody starves, for after OLDEST_AFTER starts of others the oldest
-    request goes first (an age bound would turn into fcfs when the whole queue is old). `needs_tree`: refused where the cache is off."""
-    key: Callable[[Req, "Scheduler"], object]
+    """An order of the waiting queue. `pick` yields its requests, best first; it is asked for the next one when the last has been started.
+    `fair`: nobody starves, for after OLDEST_AFTER starts of others the oldest request goes first (an age bound would turn into fcfs when the
+    whole queue is old). `needs_tree`: refused where the cache is off."""
+    pick: Callable[["Scheduler"], Iterator[Req]]
     fair: bool
     needs_tree: bool
 
@@ -180,21 +199,43 @@ POLICIES: dict[str, Policy] = {}
 
 
 def policy(name: str, *, fair: bool = True, needs_tree: bool = False):
-    """Register a policy: a function (request, scheduler) -> sort key. Ties go to the earlier arrival."""
+    """Register a policy: a function (request, scheduler) -> sort key, the smallest goes first. Ties go to the earlier arrival."""
     def register(key):
-        POLICIES[name] = Policy(key, fair, needs_tree)
+        def pick(scheduler: "Scheduler") -> Iterator[Req]:
+            heap = [(key(req, scheduler), req.arrival, req) for req in scheduler.waiting]
+            heapq.heapify(heap)
+            while heap:
+                req = heapq.heappop(heap)[2]
+                if not scheduler.waits_for_leader(req):
+                    yield req
+        POLICIES[name] = Policy(pick, fair, needs_tree)
         return key
     return register
 
 
-@policy("fcfs")
-def _fcfs(req: Req, scheduler: "Scheduler"):
-    return 0
+def picking(name: str, *, fair: bool = True, needs_tree: bool = False):
+    """Register a policy that finds the next request itself: a generator of the scheduler's waiting requests."""
+    def register(pick):
+        POLICIES[name] = Policy(pick, fair, needs_tree)
+        return pick
+    return register
 
 
-@policy("lpm", needs_tree=True)
-def _longest_prefix_match(req: Req, scheduler: "Scheduler"):
-    return -scheduler.tree.match(req.key(), req.request.namespace).length
+@picking("fcfs")
+def _fcfs(scheduler: "Scheduler") -> Iterator[Req]:
+    return (req for req in list(scheduler.waiting) if not scheduler.waits_for_leader(req))
+
+
+@picking("lpm", needs_tree=True)
+def _longest_prefix_match(scheduler: "Scheduler") -> Iterator[Req]:
+    while waiter := scheduler.tree.longest():
+        yield waiter.request
+
+
+@picking("dfs-weight", needs_tree=True)
+def _heaviest_subtree(scheduler: "Scheduler") -> Iterator[Req]:
+    while waiter := scheduler.tree.heaviest():
+        yield waiter.request
 
 
 @policy("lof")
@@ -218,18 +259,32 @@ def _routing_key(req: Req, scheduler: "Scheduler"):
     return 0 if req.request.routing_key is None else -scheduler.running_keys[req.request.routing_key]
 
 
+@policy("shortest-prefill-first")
+def _shortest_prefill_first(req: Req, scheduler: "Scheduler"):
+    return scheduler.uncached(req)
+
+
+@policy("hrrn", fair=False)
+def _highest_response_ratio_next(req: Req, scheduler: "Scheduler"):
+    """Waiting time (in tokens computed meanwhile) over service time (in tokens to compute): a long prompt's turn comes too."""
+    return -(scheduler.counters.computed_tokens - req.queued_tokens) / scheduler.uncached(req)
+
+
 # ------------------------------------------------------------------------------------------------------------------------ scheduler
 
 class Scheduler:
     """Owns the queue, the tree, the free list and the host side of the rows.
 
-    token_budget: tokens a step (`--chunked-prefill-size`). reserve: columns beyond the known length that a running row keeps, so that a step
-    can be launched before the last one's tokens are known. waiting_timeout, running_timeout: seconds on `clock`, see `expire`.
+    token_budget: tokens a step (`--chunked-prefill-size`). schedule_policy: None is lpm, or fcfs without a cache. preempt_above: by how much a
+    waiting request's priority must exceed a running one's to take its place, under the policy `priority`. reserve: columns beyond the known
+    length that a running row keeps, so that a step can be launched before the last one's tokens are known. waiting_timeout, running_timeout:
+    seconds on `clock`, see `expire`.
     """
 
     def __init__(self, *, tree: Tree, slots: SlotAllocator, rows: Rows, token_budget: int, max_running: int, context_len: int,
-                 schedule_policy: str = "fcfs", cache: bool = True, reserve: int = 2, seed: int = 0, waiting_timeout: float | None = None,
-                 running_timeout: float | None = None, clock: Callable[[], float] = time.monotonic):
+                 schedule_policy: str | None = None, cache: bool = True, preempt_above: int = 10, reserve: int = 2, seed: int = 0,
+                 waiting_timeout: float | None = None, running_timeout: float | None = None, clock: Callable[[], float] = time.monotonic):
+        schedule_policy = schedule_policy or ("lpm" if cache else "fcfs")
         if schedule_policy not in POLICIES:
             raise ValueError(f"schedule policy {schedule_policy!r} is unknown; known are {', '.join(POLICIES)}")
         if POLICIES[schedule_policy].needs_tree and not cache:
@@ -240,7 +295,8 @@ class Scheduler:
         self.token_budget, self.max_running, self.reserve, self.cache = token_budget, max_running, reserve, cache
         self.page = slots.page_size
         self.max_total_len = min(context_len, slots.capacity)
-        self.policy = POLICIES[schedule_policy]
+        self.policy, self.preempts, self.preempt_above = POLICIES[schedule_policy], schedule_policy == "priority", preempt_above
+        tree.weighs = schedule_policy == "dfs-weight"
         self.waiting_timeout, self.running_timeout, self.clock = waiting_timeout, running_timeout, clock
         self.random = random.Random(seed)
         self.waiting: list[Req] = []      # both in order of arrival
@@ -252,6 +308,7 @@ class Scheduler:
         self.ratio = RATIO_START
         self._arrivals = self._passed_over = 0
         self._writes = Writes()           # for the next step that is launched
+        self._suspects: set[Req] = set()
         self._published: set[Req] = set()  # this pass; their new nodes have no KV yet, so they are nobody's victims
         self._blocked = (0, -1)           # admission found the pool full: look again at this step, or when `_events` has moved on
         self._events = 0
@@ -279,12 +336,20 @@ class Scheduler:
             raise RequestError(f"request id {request.rid!r} is already in use", "rid")
         room, wanted = self.max_total_len - len(request.prompt_ids), request.params.max_tokens
         req = Req(request, room if wanted is None else min(wanted, room), self._arrivals, seed)
-        req.queued_at = self.clock()
+        req.queued_at, req.queued_tokens = self.clock(), self.counters.computed_tokens
         self._arrivals += 1
         self._events += 1
-        self.waiting.append(req)
+        self._enqueue(req)
         self.reqs[req.rid] = req
         return req
+
+    def _enqueue(self, req: Req) -> None:
+        _insert(self.waiting, req)
+        if self.cache:
+            req.place = self.tree.wait(req.key(), req.request.namespace, req.arrival, req)
+
+    def _dequeue(self, req: Req) -> None:
+        del self.waiting[bisect.bisect_left(self.waiting, req.arrival, key=ARRIVAL)]
 
     def abort(self, rid: str) -> Req | None:
         """End a request in any state; None where no such request is alive. Its row is released after the last step that holds it."""
@@ -364,6 +429,7 @@ class Scheduler:
             return 0
         if self.cache:
             self._publish(req, upto)
+            self._lead(req)
         plan[req] = upto - req.computed_len
         return plan[req]
 
@@ -375,9 +441,9 @@ class Scheduler:
             self._take_path(req, node)
             self.tree.unlock(old)
 
-    def _lock(self, req: Req, match: Match) -> Node:
-        """Lock a match for a request; a node gets one hit from it, however often it is locked."""
-        node = self.tree.lock(match, counted_len=req.counted_len, priority=req.request.priority)
+    def _lock(self, req: Req, at: Match | Node) -> Node:
+        """Lock a match or node for a request; a node gets one hit from it, however often it is locked."""
+        node = self.tree.lock(at, counted_len=req.counted_len, priority=req.request.priority)
         req.counted_len = max(req.counted_len, node.end)
         return node
 
@@ -405,6 +471,15 @@ class Scheduler:
         req.counted_len = max(req.counted_len, end)
         self._published.add(req)
 
+    def _lead(self, req: Req) -> None:
+        """Whoever wants what a request will compute beyond this step waits for it; nobody does any more when all of its prompt is launched."""
+        if req.place is not None:
+            if req.place.node.is_ghost:
+                self.tree.advance(req.place)
+            else:
+                self.tree.stop_leading(req.place)
+                req.place = None
+
     def _launch(self, plan: dict[Req, int], started: list[Req]) -> Batch:
         order, shared = self._tree_order(list(plan))
         i32 = lambda values: np.fromiter(values, np.int32, len(order))
@@ -428,34 +503,52 @@ class Scheduler:
 
     # ----------------------------------------------------------------------------------------------------------------------- admission
 
-    def _queue_order(self) -> list[Req]:
-        if self.policy.key is _fcfs or len(self.waiting) < 2:
-            return list(self.waiting)
+    def uncached(self, req: Req) -> int:
+        """Tokens of a waiting request that would have to be computed if it started now."""
+        cached = self.tree.parking(req.place.node).end if self.cache else 0
+        return max(req.known_len - cached, 1)
+
+    def waits_for_leader(self, req: Req) -> bool:
+        """Whether a running request will compute, after this step, what a waiting one would otherwise compute too."""
+        return self.cache and self.tree.is_blocked(req.place)
+
+    def _candidates(self) -> Iterator[Req]:
+        """Waiting requests in the order in which they should start."""
+        suspects = [r for r in self.waiting if r.suspect] if self._suspects else []
+        if suspects:
+            yield suspects[0]  # each alone
+            return
+        oldest = self.waiting[0]
+        if self.policy.fair and self._passed_over >= OLDEST_AFTER and not self.waits_for_leader(oldest):
+            yield oldest
         self.running_keys = collections.Counter(r.request.routing_key for r in self.running)
-        head = self.waiting[:1] if self.policy.fair and self._passed_over >= OLDEST_AFTER else []
-        return head + sorted(self.waiting[len(head):], key=lambda r: self.policy.key(r, self))
+        yield from self.policy.pick(self)
 
     def _has_place(self, budget: int) -> bool:
         return budget >= self.page and self.rows.available > 0 and len(self.running) < self.max_running \
-            and not any(r.suspect for r in self.running)
+            and not (self._suspects and any(r.suspect for r in self.running))
 
     def _admit(self, plan: dict[Req, int], budget: int) -> list[Req]:
         """Start waiting requests; returns those that got a row."""
         started: list[Req] = []
-        if not self.waiting or not self._has_place(budget) or self.step < self._blocked[0] and self._events == self._blocked[1]:
+        if not self.waiting or self.step < self._blocked[0] and self._events == self._blocked[1]:
+            return started
+        if not self._has_place(budget):
+            if self.preempts and budget >= self.page and not self._suspects:
+                self._preempt(next(self._candidates(), None))
             return started
         promised = sum(self._still_needed(r) for r in self.running)
-        for req in [r for r in self.waiting if r.suspect][:1] or self._queue_order():
+        for req in self._candidates():
             if not self._has_place(budget) or req.suspect and self.running:
                 break
-            match = self.tree.match(req.key(), req.request.namespace) if self.cache else None
-            if match is not None and self._leader_ahead(req, match.length, plan):
-                continue
-            node = self.tree.root(req.request.namespace) if match is None else self._lock(req, match)
-            if self._expected_columns(req) - node.end + promised > self.slots.available + self.tree.evictable and self.running:
-                if match is not None:
+            namespace = req.request.namespace
+            node = self._lock(req, self.tree.parking(req.place.node)) if self.cache else self.tree.root(namespace)
+            missing = self._expected_columns(req) - node.end + promised - self.slots.available - self.tree.evictable
+            if missing > 0 and self.running:
+                if self.cache:
                     self.tree.unlock(node)
-                self._blocked = (self.step + RETRY_ADMISSION, self._events)
+                if not (self.preempts and self._preempt(req, missing)):
+                    self._blocked = (self.step + RETRY_ADMISSION, self._events)
                 break
             self._start(req, node)
             used = self._plan_prefill(req, budget, plan)
@@ -468,11 +561,35 @@ class Scheduler:
             promised += self._still_needed(req)
         return started
 
+    def _preempt(self, req: Req | None, missing: int = 0) -> bool:
+        """Retract running requests for a waiting one of clearly higher priority, the least of them first, if that gives it a row and the
+        `missing` slots; it starts when their memory has landed. Their KV stays in the tree. Returns whether it may hope so."""
+        if req is None or any(r.leaving for r in self.running):
+            return req is not None
+        victims, freed = [], 0
+        for victim in sorted(self.running, key=_dearest_first, reverse=True):
+            if req.request.priority - victim.request.priority <= self.preempt_above:
+                break
+            if victim not in self._published:
+                victims.append(victim)
+                freed += victim.columns
+                if freed >= missing:
+                    break
+        if not victims or freed < missing:
+            return False
+        for victim in victims:
+            victim.retractions += 1
+            self.counters.preemptions += 1
+            self._leave(victim, "queue")
+        return True
+
     def _start(self, req: Req, node: Node) -> None:
         """A waiting request becomes a row. Its path is locked by now."""
         self._passed_over = 0 if req is self.waiting[0] else self._passed_over + 1
-        self.waiting.remove(req)
-        bisect.insort(self.running, req, key=lambda r: r.arrival)
+        self._dequeue(req)
+        if self.cache:
+            self.tree.lead(req.place)
+        _insert(self.running, req)
         req.state, req.node, req.row = "running", node, self.rows.alloc()
         if req.started_at is None:
             req.started_at = self.clock()
@@ -492,21 +609,6 @@ class Scheduler:
 
     def _still_needed(self, req: Req) -> int:
         return 0 if req.leaving else max(self._expected_columns(req) - req.columns, 0)
-
-    def _leader_ahead(self, req: Req, matched: int, plan: dict[Req, int]) -> bool:
-        """Whether a running request will compute, after this step, tokens that `req` would otherwise compute too."""
-        for leader in self.running:
-            done = leader.computed_len + plan.get(leader, 0)
-            first = max(done, matched)  # a leader that recomputes for its prompt logprobs is behind what is cached
-            if leader.known_len - first < WAIT_FOR_LEADER or matched < done - done % self.page or leader.leaving \
-                    or leader.request.namespace != req.request.namespace:
-                continue
-            theirs, ours = np.frombuffer(leader.key(), np.int32)[first:], np.frombuffer(req.key(), np.int32)[first:]
-            n = min(len(ours), len(theirs))
-            differ = np.flatnonzero(ours[:n] != theirs[:n])
-            if (differ[0] if len(differ) else n) >= WAIT_FOR_LEADER:
-                return True
-        return False
 
     # -------------------------------------------------------------------------------------------------------------- memory under pressure
 
@@ -567,12 +669,15 @@ class Scheduler:
         if req.row:
             self._release(req)
         if req.state == "waiting":
-            self.waiting.remove(req)
+            self._dequeue(req)
+            if self.cache:
+                self.tree.leave(req.place)
         if req.leaving == "queue":
             req.state = "waiting"
-            bisect.insort(self.waiting, req, key=lambda r: r.arrival)
+            self._enqueue(req)
         else:
-            req.state = "finished"
+            req.state, req.place = "finished", None
+            self._suspects.discard(req)
         req.leaving = ""
         self._events += 1
         if not self.reqs:
@@ -590,6 +695,9 @@ class Scheduler:
             own = np.concatenate([own[:present], own[count:]])  # duplicates of what the tree has, and what it does not take
         self.slots.free(own)
         if self.cache:
+            if req.place is not None:
+                self.tree.stop_leading(req.place)
+                req.place = None
             self.tree.unlock(req.node)
             if req.spoiled:
                 self.slots.free(self.tree.drop(req.node))
@@ -619,6 +727,7 @@ class Scheduler:
                 if done:
                     self._end(req)
                 elif req.suspect and batch.kv_bounds[i] >= req.suspect_until:
+                    self._suspects.discard(req)
                     req.suspect_until, req.leaving = 0, "queue"  # it is cleared; the next one takes its turn
             if req.leaving and not req.in_flight:
                 self._land(req)
@@ -639,6 +748,7 @@ class Scheduler:
         alone = [req for req in failed.reqs if req.suspect and len(failed.reqs) == 1 and req.leaving != "done"]
         for req, end in zip(failed.reqs, failed.kv_bounds.tolist()):
             req.suspect_until = end
+            self._suspects.add(req)
         taken = list(self.running)
         for req in taken:
             req.in_flight = 0
@@ -712,6 +822,10 @@ class Scheduler:
             assert req.own_start == req.node.end and req.columns >= req.computed_len, f"{req.rid}: KV without a slot"
             assert req.node.locks > 0 or req.node.parent is None, f"{req.rid}: its path is not locked"
         assert all(req.row == 0 and not req.own for req in self.waiting), "a waiting request holds memory"
+        assert not self.cache or self.tree.waiting == len(self.waiting) and all(r.place.waits and r.place.request is r for r in self.waiting), \
+            "the tree does not know who waits"
+        leaders = sum(req.place is not None for req in self.running)
+        assert leaders == sum(root.leaders for root in self.tree.roots.values()), "the tree does not know who computes a prompt"
         alive = sum(req.leaving != "done" for req in [*self.waiting, *self.running])
         assert len(self.reqs) == alive, "a request is neither waiting nor running"
         if not self.running:

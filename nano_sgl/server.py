@@ -9,6 +9,7 @@ call and words its answer is `api`; how it reaches the engine, and what happens 
 
   Service   what the routes share; one call from its body to its answer. The status line is sent only after the engine has said
             whether it takes the call.
+  Metrics   what /metrics says: the engine's counts, and latencies as they are seen from here.
   race      runs the work of a call against the client's disconnect, and cancels it when the client goes first.
   errors    have OpenAI's shape: 4xx names what is wrong with the request; 503 comes with Retry-After and says why not now: the
             queue is full, a time-out, the engine is loading or being started again.
@@ -34,7 +35,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from typing import Any
@@ -43,12 +44,14 @@ import fastapi
 import msgspec
 import uvicorn
 from fastapi.responses import Response
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 import nano_sgl  # the engine, and torch, come with the first use of nano_sgl.Engine: in the child
 
-from .api import AbortBody, Answer, Call, Reader, read_json
+from .api import AbortBody, Answer, Call, Reader, TreeQuery, draw_tree, read_json, read_query
 from .chat import compile_template
 from .config import EngineConfig, ServerConfig, parse
 from .process import EngineProcess, Stream, engine_main
@@ -67,6 +70,69 @@ KEEP_ALIVE_S = 75  # longer than clients keep an idle connection (httpx and Open
 ERROR_TYPES = {400: "invalid_request_error", 404: "not_found_error", 413: "invalid_request_error", 503: "service_unavailable",
                504: "timeout_error"}
 CLIENT_GONE = 499           # nginx's number for a client that did not wait; nobody reads it
+LATENCY_BUCKETS_S = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
+
+
+# ------------------------------------------------------------------------------------------------------------------------ metrics
+
+def used_tokens(stats: dict) -> int:
+    """KV slots that running requests hold; what is only cached is free for them."""
+    return stats["kv_capacity"] - stats["kv_free"] - stats["kv_cached"]
+
+
+def hit_rate(stats: dict) -> float:
+    """The share of all prompt tokens so far whose KV was in the tree."""
+    return stats["cached_tokens"] / max(stats["prompt_tokens"], 1)
+
+
+# What /metrics makes of the engine's stats. The names behind the prefix are SGLang's; a counter's name gets the ending _total.
+PREFIX = "nano_sgl:"
+GAUGES: dict[str, tuple[str, Callable[[dict], float]]] = {
+    "num_running_reqs": ("Requests in the running batch.", lambda stats: stats["running"]),
+    "num_queue_reqs": ("Requests that wait for their first step.", lambda stats: stats["waiting"]),
+    "num_used_tokens": ("KV slots that running requests hold.", used_tokens),
+    "token_usage": ("The same as a share of all KV slots.", lambda stats: used_tokens(stats) / stats["kv_capacity"]),
+    "max_total_num_tokens": ("All KV slots.", lambda stats: stats["kv_capacity"]),
+    "cache_hit_rate": ("Share of all prompt tokens so far whose KV was in the tree.", hit_rate),
+}
+COUNTERS = {
+    "prompt_tokens": ("Prompt tokens of started requests.", "prompt_tokens"),
+    "cached_tokens": ("Those whose KV was in the tree.", "cached_tokens"),
+    "computed_tokens": ("Tokens that went through the model.", "computed_tokens"),
+    "generation_tokens": ("Tokens made.", "output_tokens"),
+    "num_requests": ("Requests that have ended.", "finished"),
+    "num_retracted_requests": ("Running requests that were sent back into the queue because memory was short.", "retractions"),
+}
+
+
+class Metrics:
+    """What /metrics says: the engine's counts, when they are asked for, and latencies as the server sees them."""
+
+    def __init__(self):
+        self.registry, self.stats = CollectorRegistry(), {}
+        self.registry.register(self)
+        made = [Histogram(PREFIX + name, text, buckets=LATENCY_BUCKETS_S, registry=self.registry) for name, text in (
+            ("time_to_first_token_seconds", "From a request's way to the engine to its first token, where that was streamed or the only one."),
+            ("e2e_request_latency_seconds", "From a request's way to the engine to its end, where that was no error and no abort."))]
+        self.histograms = dict(zip(("first token", "end"), made))
+
+    def observe(self, what: str, seconds: float) -> None:
+        """A request's first token or its end is there (`process.Stream`)."""
+        self.histograms[what].observe(seconds)
+
+    def collect(self) -> Iterator[Metric]:
+        """The engine's counts, for the registry. A name that the stats lack is left out."""
+        for name, (text, value) in GAUGES.items():
+            if self.stats:
+                yield GaugeMetricFamily(PREFIX + name, text, value(self.stats))
+        for name, (text, key) in COUNTERS.items():
+            if key in self.stats:
+                yield CounterMetricFamily(PREFIX + name, text, self.stats[key])
+
+    def text(self, stats: dict) -> bytes:
+        """All of it, in Prometheus' format."""
+        self.stats = stats
+        return generate_latest(self.registry)
 
 
 # ------------------------------------------------------------------------------------------------------------------------- routes
@@ -77,6 +143,8 @@ class Service:
     def __init__(self, config: ServerConfig, engine: EngineProcess):
         self.config, self.engine = config, engine
         self.reader: Reader | None = None
+        self.metrics = Metrics()
+        engine.observe = self.metrics.observe
         self.pool = ThreadPoolExecutor(2, "reader")
 
     async def prepare(self) -> None:
@@ -291,9 +359,21 @@ def add_info_routes(app: fastapi.FastAPI, service: Service) -> None:
     @app.get("/get_server_info")
     @app.get("/server_info")
     async def server_info() -> Response:
-        reader = service.ready_reader()
+        reader, stats = service.ready_reader(), await engine.ask("stats")
         return to_json({"version": nano_sgl.__version__, **engine.info.config, **asdict(service.config),
-                        "served_model_name": reader.model, "stats": await engine.ask("stats")})
+                        "served_model_name": reader.model, "stats": {**stats, "cache_hit_rate": hit_rate(stats)}})
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        service.ready_reader()
+        return Response(service.metrics.text(await engine.ask("stats")), media_type=CONTENT_TYPE_LATEST)
+
+    @app.get("/tree")
+    async def tree(request: fastapi.Request) -> Response:
+        service.ready_reader()
+        query = read_query(request.query_params, TreeQuery)
+        view = await engine.ask(f"tree_view {query.max_nodes} {query.width}")
+        return to_json(view) if query.format == "json" else Response(draw_tree(view), media_type="text/plain; charset=utf-8")
 
 
 def add_error_handlers(app: fastapi.FastAPI, service: Service) -> None:

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from nano_sgl import radix
-from nano_sgl.radix import EVICTION, Match, Order, Tree, eviction, key_bytes, replay_figure_3
+from nano_sgl.eviction import EVICTION, Order, eviction
+from nano_sgl.radix import Match, Tree, key_bytes, replay_figure_3
 
 POLICIES = ["lru", "mru", "fifo", "filo", "lfu", "slru", "priority"]
 
@@ -428,7 +429,8 @@ def test_every_policy_evicts_in_the_order_of_a_sorted_brute_force(policy, seed):
             if not node.children:
                 leaves[node] = records[tuple(np.concatenate([up.tokens for up in node.path()]).tolist())]
         expected = min(leaves, key=lambda node: VALUES[policy](leaves[node]))
-        assert tree.evict(1).tolist() == expected.slots.tolist()
+        slots = expected.slots.tolist()
+        assert tree.evict(1).tolist() == slots
         tree.check()
 
 

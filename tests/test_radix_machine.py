@@ -1,11 +1,15 @@
 """Random lives of a radix tree against a model that keeps one record for every page of every prefix, and knows no nodes."""
 
+import os.path
+
 import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from nano_sgl import radix, waiting
 from nano_sgl.radix import Match, Node, Tree, key_bytes
+from nano_sgl.waiting import Waiter
 
 VALUES = {  # the leaf with the smallest value goes first
     "lru": lambda r: r.used, "mru": lambda r: -r.used, "fifo": lambda r: r.hung, "filo": lambda r: -r.born,
@@ -32,7 +36,11 @@ class RadixMachine(RuleBasedStateMachine):
     @initialize(page_size=st.sampled_from([1, 2, 16]), policy=st.sampled_from(sorted(VALUES)))
     def begin(self, page_size, policy):
         self.page_size, self.policy = page_size, policy
-        self.tree = Tree(page_size, policy)
+        self.tree = Tree(page_size, policy, weighs=True)
+        self.before = waiting.WAIT_FOR_LEADER
+        waiting.WAIT_FOR_LEADER = radix.WAIT_FOR_LEADER = 2 * page_size  # keys are short here
+        self.waiting: list[tuple[Waiter, str, bytes]] = []
+        self.leading: list[tuple[Waiter, str, bytes]] = []
         self.pages: dict[tuple[str, bytes], Page] = {}  # (namespace, all the tokens of a prefix) -> its last page
         self.handles: list[tuple[Node, str, bytes]] = []
         self.clock, self.step, self.next_page = 0, 0, 1
@@ -84,7 +92,7 @@ class RadixMachine(RuleBasedStateMachine):
         record, children = {}, {}
         for node in self.tree.walk():
             record[node] = self.pages[node.namespace, self.text(node)]
-            children[node] = len(node.children)
+            children[node] = node.kids
         gone = []
         while sum(map(len, gone)) < tokens:
             leaves = [node for node, count in children.items() if not count and not record[node].locks]
@@ -201,8 +209,72 @@ class RadixMachine(RuleBasedStateMachine):
             return
         assert sorted(self.tree.reset()) == sorted(slot for record in self.pages.values() for slot in record.slots.tolist())
         self.pages = {}
-        self.clock = 0
         self.handles = [handle for handle in self.handles if handle[0].is_root]
+
+    # -- those that wait --
+
+    @rule(namespace=NAMESPACES, symbols=PAGES, tail_len=st.integers(0, 15), early=st.booleans())
+    def wait(self, namespace, symbols, tail_len, early):
+        key = self.key(symbols, tail_len)
+        self.arrivals = getattr(self, "arrivals", 0) + 1
+        waiter = self.tree.wait(key, namespace, -self.arrivals if early else self.arrivals, key)  # early: one that waited before
+        whole = key[: len(key) - len(key) % (4 * self.page_size)]
+        assert self.text(waiter.node) == whole
+        self.waiting.append((waiter, namespace, whole))
+
+    @precondition(lambda self: self.waiting)
+    @rule(data=st.data())
+    def leave(self, data):
+        self.tree.leave(self.waiting.pop(data.draw(st.integers(0, len(self.waiting) - 1)))[0])
+
+    @precondition(lambda self: self.waiting)
+    @rule(data=st.data())
+    def lead(self, data):
+        one = self.waiting.pop(data.draw(st.integers(0, len(self.waiting) - 1)))
+        self.tree.lead(one[0])
+        self.leading.append(one)
+
+    @precondition(lambda self: self.leading)
+    @rule(data=st.data(), pages=st.integers(0, 4), priority=PRIORITIES)
+    def compute(self, data, pages, priority):
+        """A leader's next pages get their KV; others may have been faster with some."""
+        leader, namespace, whole = data.draw(st.sampled_from(self.leading))
+        key = whole[: len(self.matched(namespace, whole)) + 4 * self.page_size * pages]
+        self.step += 1
+        slots = self.take(key)
+        _, present = self.tree.insert(key, slots, namespace=namespace, step=self.step, priority=priority)
+        assert present == self.model_insert(namespace, b"", key, slots, self.step, None, priority)
+        self.tree.advance(leader)
+
+    @precondition(lambda self: self.leading)
+    @rule(data=st.data())
+    def stop_leading(self, data):
+        self.tree.stop_leading(self.leading.pop(data.draw(st.integers(0, len(self.leading) - 1)))[0])
+
+    @rule(weighed=st.booleans())
+    def pick(self, weighed):
+        """The pick has the longest match of all that need not wait for a leader; who must is worked out from the keys."""
+        for leader, _, _ in self.leading:
+            self.tree.advance(leader)
+        match = {waiter: len(self.matched(namespace, whole)) for waiter, namespace, whole in self.waiting}
+        free = []
+        for waiter, namespace, whole in self.waiting:
+            ahead = [len(os.path.commonprefix([whole, theirs])) for _, other, theirs in self.leading if other == namespace]
+            ahead = max((n - n % (4 * self.page_size) for n in ahead), default=0)
+            waits = ahead - match[waiter] >= 4 * waiting.WAIT_FOR_LEADER
+            assert self.tree.is_blocked(waiter) is waits
+            assert self.tree.parking(waiter.node).end * 4 == match[waiter]
+            free += [waiter] * (not waits)
+        best = max(free, key=lambda w: (match[w], -w.arrival), default=None)
+        assert self.tree.longest() is best
+        picked = self.tree.heaviest() if weighed else best
+        assert (picked is None) is (best is None)
+        if picked is not None:
+            node = self.tree.parking(picked.node)
+            assert picked is min((w for w in free if self.tree.parking(w.node) is node), key=lambda w: w.arrival)
+            assert not weighed or not any(node in self.tree.parking(w.node).path()[:-1] for w in free), "not depth first"
+            self.waiting = [one for one in self.waiting if one[0] is not picked]
+            self.tree.leave(picked)
 
     # -- what always holds --
 
@@ -233,6 +305,11 @@ class RadixMachine(RuleBasedStateMachine):
             return
         while self.handles:
             self.unlock_at(0)
+        for waiter, _, _ in self.waiting:
+            self.tree.leave(waiter)
+        for leader, _, _ in self.leading:
+            self.tree.stop_leading(leader)
+        waiting.WAIT_FOR_LEADER = radix.WAIT_FOR_LEADER = self.before
         everything = self.victims(10**9)
         assert self.tree.evict(10**9).tolist() == everything
         assert (self.tree.total, self.tree.roots) == (0, {})

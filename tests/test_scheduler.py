@@ -10,7 +10,8 @@ from driver import Driver
 from nano_sgl.memory import Rows, SlotAllocator
 from nano_sgl.protocol import Request, RequestError, SamplingParams
 from nano_sgl.radix import Tree
-from nano_sgl.scheduler import OLDEST_AFTER, POLICIES, WAIT_FOR_LEADER, Scheduler, policy
+from nano_sgl.waiting import WAIT_FOR_LEADER
+from nano_sgl.scheduler import OLDEST_AFTER, POLICIES, Scheduler, policy
 
 
 def ids(n, start=0):
@@ -235,6 +236,86 @@ def test_routing_key_prefers_the_key_that_runs_most():
     for rid, key in (("n", None), ("y", "y"), ("x", "x")):
         d.add(ids(5, 1000 + ord(rid)), rid=rid, routing_key=key, max_tokens=9)
     assert [r.rid for r in d.step().started] == ["x"]
+
+
+def test_dfs_weight_serves_the_heaviest_subtree_to_its_end():
+    d = Driver(max_running=1, policy="dfs-weight", budget=400)
+    for warm in ([1] * 40, [2] * 40, [2] * 40 + [5] * 10, [1] * 40 + [6] * 10):
+        d.add(warm, 1)
+    d.run()
+    light = [d.add([1] * 40 + [6] * 10 + [n], 1) for n in (70, 71)]
+    heavy = [d.add([2] * 40 + tail, 1) for tail in ([80], [5] * 10 + [81], [5] * 10 + [82], [83])]
+    order = []
+    while d.scheduler.has_work:
+        batch = d.step()
+        order += batch.started if batch else []
+        if len(order) == 2:  # more come for the light subtree: the heavy one is not left for them
+            light += [d.add([1] * 40 + [6] * 10 + [n], 1) for n in (72, 73)]
+    assert order == [heavy[1], heavy[2], heavy[0], heavy[3], *light]
+
+
+def test_shortest_prefill_first_counts_what_is_not_cached():
+    d = Driver(max_running=1, policy="shortest-prefill-first", budget=400)
+    d.add([1] * 100, 1)
+    d.run()
+    cached, cold, short = d.add([1] * 100 + [2] * 5, 1), d.add([3] * 20, 1), d.add([4] * 10, 1)
+    order = [req for _ in range(4) if (batch := d.step()) for req in batch.started]
+    assert order == [cached, short, cold]
+
+
+def test_hrrn_lets_a_long_prompt_have_its_turn():
+    d = Driver(max_running=1, policy="hrrn", budget=400, pool=4000)
+    long, passes = d.add([1] * 300, 1), 0
+    d.add([2] * 10, 1)
+    while long.state == "waiting":
+        passes += 1
+        d.add([3 + passes] * 10, 1)
+        d.step()
+    assert passes <= 45  # a ratio of 1 once 300 tokens have been computed for others, 10 in two passes... newer ones have less
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_a_request_of_much_higher_priority_takes_the_place_of_one_that_runs(depth):
+    d = Driver(max_running=2, policy="priority", budget=200, depth=depth)
+    low, middle = d.add([1] * 40, 30, priority=0), d.add([2] * 40, 30, priority=5)
+    for _ in range(6):
+        d.step()
+    known = low.known_len
+    near, high = d.add([3] * 10, 5, priority=10), d.add([4] * 10, 5, priority=11)
+    passes = 0
+    while high.state == "waiting":
+        d.step()
+        passes += 1
+    assert passes <= 2 * depth + 2 and low.state == near.state == "waiting" and middle.state == "running"
+    assert d.scheduler.counters.preemptions == 1 and low.known_len >= known
+    before = d.scheduler.counters.computed_tokens
+    d.run()
+    assert len(low.output_ids) == 30 and low.retractions == 1
+    assert d.scheduler.counters.computed_tokens - before < 40 + 3 * 30, "what it had computed was thrown away"
+
+
+def test_preemption_frees_memory_and_spares_who_is_near_in_priority():
+    d = Driver(pool=100, max_running=8, policy="priority", budget=200)
+    d.scheduler.ratio = 0.1
+    low = [d.add([n] * 30, 4, priority=n) for n in (1, 2, 3)]
+    d.step()
+    high = d.add([9] * 40, 2, priority=13)  # above 1 and 2 by more than 10
+    d.step()
+    d.step()
+    assert high.state in ("running", "finished") and [r.retractions for r in low] in ([1, 0, 0], [1, 1, 0])
+    d.run()
+    assert all(len(r.output_ids) == 4 for r in low)
+
+
+def test_nobody_is_preempted_in_vain():
+    d = Driver(pool=100, max_running=8, policy="priority", budget=200)
+    d.scheduler.ratio = 0.1
+    low, near = d.add([1] * 10, 20, priority=0), d.add([2] * 70, 10, priority=50)
+    d.step()
+    d.add([3] * 60, 5, priority=55)
+    d.step()
+    assert d.scheduler.counters.preemptions == 0 and low.state == near.state == "running"
+    d.run()
 
 
 def test_random_is_a_seeded_shuffle():
@@ -537,7 +618,7 @@ def test_requests_whose_time_is_up_are_ended_once(depth):
 def test_random_workloads_end_and_leak_nothing(seed):
     rng = random.Random(seed)
     page, depth, name = rng.choice([1, 4, 16]), rng.choice([0, 1, 2]), sorted(set(POLICIES))[seed % len(POLICIES)]
-    cache = name == "lpm" or rng.random() < 0.8
+    cache = POLICIES[name].needs_tree or rng.random() < 0.8
     d = Driver(pool=rng.choice([420, 640, 2000]), page=page, budget=rng.choice([32, 64, 512]), max_running=rng.choice([4, 16]),
                policy=name, cache=cache, depth=depth, seed=seed)
     d.scheduler.ratio = 0.1
@@ -546,7 +627,7 @@ def test_random_workloads_end_and_leak_nothing(seed):
         while todo and rng.random() < 0.4:
             head = rng.choice([[7] * 50, [9] * 120, []])
             reqs.append(d.add([*head, *(rng.randrange(3) for _ in range(rng.randrange(1, 60)))], rng.choice([0, 1, 5, 40, 200]),
-                              priority=rng.randrange(3), namespace=rng.choice(["", "", "a"])))
+                              priority=rng.choice([0, 1, 2, 30]), namespace=rng.choice(["", "", "a"])))
             todo -= 1
         if rng.random() < 0.03 and d.scheduler.reqs:
             aborted.add(rid := rng.choice(list(d.scheduler.reqs)))

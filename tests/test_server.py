@@ -25,6 +25,7 @@ import httpx
 import msgspec
 import pytest
 import zmq
+from prometheus_client.parser import text_string_to_metric_families
 
 from nano_sgl import api, process, server
 from nano_sgl.chat import CHATML, byte_tokenizer
@@ -49,11 +50,11 @@ def children(parent: int) -> list[int]:
 
 class Served:
     """A server process, and a client for it."""
+    program = [str(HERE / "fake_engine.py"), "serve"]
 
     def __init__(self, *flags: str, **env: str):
         env = {**os.environ, "PYTHONPATH": str(HERE.parent), "OMP_NUM_THREADS": "1", **env}
-        self.process = subprocess.Popen([sys.executable, str(HERE / "fake_engine.py"), "serve", "--port", "0", *flags],
-                                        stderr=subprocess.PIPE, text=True, env=env)
+        self.process = subprocess.Popen([sys.executable, *self.program, "--port", "0", *flags], stderr=subprocess.PIPE, text=True, env=env)
         self.log = ""
         while "curl" not in self.log:
             line = self.process.stderr.readline()
@@ -927,11 +928,11 @@ def test_every_flag_of_the_server_has_a_reader():
 
 
 def test_names_that_flags_may_take_are_those_that_are_registered():
-    from nano_sgl import attention, radix, scheduler
+    from nano_sgl import attention, eviction, scheduler
     choices = {f.name: f.metadata["choices"] for f in dataclasses.fields(EngineConfig)}
     assert set(choices["schedule_policy"]) == set(scheduler.POLICIES)
     assert set(choices["attention_backend"]) <= set(attention.ATTENTION)  # tests may have registered more
-    assert set(choices["radix_eviction_policy"]) == set(radix.EVICTION)
+    assert set(choices["radix_eviction_policy"]) == set(eviction.EVICTION)
 
 
 @pytest.mark.parametrize("config, flags, words", [
@@ -1112,3 +1113,98 @@ def test_names_of_other_routes_are_explained(served):
     response = served.client.get("/" + "x" * 5000)
     assert response.status_code == 404 and len(response.text) < 1000
     assert served.client.head("/health").status_code == 200
+
+
+# ------------------------------------------------------------------------------------------------------------ what can be seen
+
+class ServedModel(Served):
+    """The server itself, with a real model."""
+    program = ["-m", "nano_sgl.server"]
+
+
+@pytest.fixture(scope="module")
+def real(tmp_path_factory):
+    import tiny  # torch and transformers, for these tests alone
+    path = tiny.add_tokenizer(tiny.checkpoint(tmp_path_factory.mktemp("tiny"), "llama"))
+    with ServedModel("--model", str(path), "--max-total-tokens", "1024", "--kv-events-endpoint", "tcp://127.0.0.1:*",
+                     "--kv-events-replay-endpoint", "tcp://127.0.0.1:*") as running:
+        yield running
+
+
+def metrics(served: Served) -> dict[str, float]:
+    """The samples of /metrics by name; buckets and times of creation are left out."""
+    response = served.client.get("/metrics")
+    assert response.status_code == 200 and response.headers["content-type"].startswith("text/plain; version=")
+    samples = [sample for family in text_string_to_metric_families(response.text) for sample in family.samples]
+    return {sample.name.removeprefix("nano_sgl:"): sample.value for sample in samples if not sample.labels and not sample.name.endswith("_created")}
+
+
+def test_metrics_count_what_has_happened(real):
+    assert real.client.post("/flush_cache").status_code == 200
+    before = metrics(real)
+    for _ in range(2):
+        real.post("/v1/completions", prompt=list(range(40, 60)), max_tokens=4, ignore_eos=True)
+    real.events("/v1/completions", prompt=list(range(70, 90)), max_tokens=4, ignore_eos=True)
+    now = metrics(real)
+    new = {name: now[name] - before[name] for name in now}
+    assert new["prompt_tokens_total"] == 60 and new["cached_tokens_total"] == 19 and new["generation_tokens_total"] == 12
+    assert new["num_requests_total"] == 3 and new["num_retracted_requests_total"] == 0 and new["computed_tokens_total"] >= 41 + 3 * 3
+    assert new["e2e_request_latency_seconds_count"] == 3 and new["time_to_first_token_seconds_count"] == 1  # of the stream
+    assert 0 < new["time_to_first_token_seconds_sum"] < new["e2e_request_latency_seconds_sum"]
+    assert now["num_running_reqs"] == now["num_queue_reqs"] == now["num_used_tokens"] == now["token_usage"] == 0
+    assert now["max_total_num_tokens"] == real.stats()["kv_capacity"]
+    assert now["cache_hit_rate"] == real.stats()["cache_hit_rate"] == now["cached_tokens_total"] / now["prompt_tokens_total"]
+
+
+def test_metrics_of_requests_that_run_and_wait(served):
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        calls = [pool.submit(served.post, "/v1/completions", prompt=word, max_tokens=20) for word in ("SLOW", "WAIT SLOW")]
+        assert wait_until(lambda: (now := metrics(served))["num_running_reqs"] == 1 == now["num_queue_reqs"])
+        assert all(call.result().status_code == 200 for call in calls)
+    before = metrics(served)
+    assert before["num_used_tokens"] == 50 and before["token_usage"] == 0.05
+    served.post("/v1/completions", prompt="FAIL")
+    served.post("/v1/completions", prompt="one token", max_tokens=1)
+    now = metrics(served)
+    counts = [now[name] - before[name] for name in ("e2e_request_latency_seconds_count", "time_to_first_token_seconds_count")]
+    assert counts == [1, 1]  # what fails has no latency; of a single token the first is the last
+
+
+def test_the_tree_can_be_looked_at(real):
+    assert real.client.post("/flush_cache").status_code == 200
+    assert real.client.get("/tree").json()["nodes"] == []
+    for end in ("cat", "dog"):
+        real.post("/v1/completions", prompt=f"Once there was a {end}", max_tokens=1, ignore_eos=True)
+    real.post("/v1/completions", prompt="Once", max_tokens=1, cache_salt="other")
+    view = real.client.get("/tree").json()
+    shown = [(node["parent"], node["text"], node["hits"], node["namespace"]) for node in view["nodes"]]
+    assert shown == [(None, "Once there was a ", 2, ""), (0, "cat", 1, ""), (0, "dog", 1, ""), (None, "Once", 1, "other")]
+    assert view["cached_tokens"] == view["shown_tokens"] == sum(node["tokens"] for node in view["nodes"]) == real.stats()["kv_cached"]
+    assert all(node["where"] == "device" and node["locks"] == node["waiters"] == node["left_out"] == 0 for node in view["nodes"])
+    drawn = real.client.get("/tree", params={"format": "text"})
+    assert drawn.headers["content-type"] == "text/plain; charset=utf-8"
+    lines = drawn.text.splitlines()
+    assert lines[1] == "root" and re.fullmatch(r"`-- Once there was a   \(\d+ tok, 2 hits\)", lines[2])
+    assert lines[3].startswith("    |-- cat  (") and lines[4].startswith("    `-- dog  (") and lines[5] == "root 'other'"
+    less = real.client.get("/tree", params={"max_nodes": 1, "width": 8}).json()
+    assert [(node["text"], node["left_out"]) for node in less["nodes"]] == [("Once ...", 2)] and less["left_out"] == 1
+    assert "2 below left out" in real.client.get("/tree?format=text&max_nodes=1").text
+
+
+@pytest.mark.parametrize("query, param", [("max_nodes=0", "max_nodes"), ("max_nodes=x", "max_nodes"), ("max_nodes=10001", "max_nodes"),
+                                          ("format=xml", "format"), ("width=3", "width"), ("max_node=5", "max_node")])
+def test_wrong_questions_about_the_tree_are_refused(real, query, param):
+    check_refused(real.client.get(f"/tree?{query}"), param=param)
+
+
+def test_kv_events_reach_a_subscriber_through_the_server(real):
+    [published] = re.findall(r"KV events are published at (\S+), replayed at (\S+)", real.log)
+    with zmq.Context() as context, context.socket(zmq.DEALER) as asker:
+        asker.connect(published[1])
+        real.post("/v1/completions", prompt=[200, 201, 202], max_tokens=1)
+        asker.send_multipart((b"", (0).to_bytes(8, "big")))
+        stored = []
+        while (answer := asker.recv_multipart())[2]:
+            stored += [event for event in msgspec.msgpack.decode(answer[2])[1] if event[0] == "BlockStored"]
+        asker.linger = 0
+    assert stored[-1][3] == [200, 201, 202] and len(stored[-1][1]) == 3

@@ -1,0 +1,292 @@
+"""Waiting: requests that wait hang in the tree, and the tree knows which of them should start next.
+
+SGLang matches every waiting request against its cache in every pass, and stops doing so above 128 of them, which is when order matters most.
+Here a request is hung in the tree once. What of its prompt has no KV is a path of *ghosts*:
+
+    root --[system: 900 slots]--+--(document A, wanted by 10)--+--(question 1)
+                                |                              +--(question 2) ...
+                                +--[document B]--(question 7)                          <- the next under `lpm`: the deepest match
+
+Names. A *waiter* is parked at the last node with KV on its path: its longest match, which is known at any time without matching. The `line`
+of a node is a heap of what is parked there: waiters that end at it, and the ghosts below, each with its earliest waiter (`first`). A request
+that runs and has not computed all of its prompt *leads*: who would share WAIT_FOR_LEADER or more of the ghosts it will compute is better off
+waiting, so such a ghost is *blocked* and stands in no line until the leader has come closer or given up.
+
+What happens to a node (computed, evicted, split, a waiter comes or goes) changes the first of its line, and then that of the ghosts above as
+far as it is theirs too. No other waiter is looked at. Heaps are lazy: an entry that no longer stands is thrown out when it comes up.
+
+    longest    a heap of the nodes with KV where somebody is parked, the deepest first
+    heaviest   per node a heap of its children with KV, the one with most waiters at or below first; walked depth first
+
+Invariants: `first`, `waiters` and `leaders` of every node are what counting gives (`_check_waiting`); below a ghost are ghosts; a ghost has a
+waiter or a leader at or below it, or it is taken out.
+
+Cost. Coming, going, leading: the nodes of the path, O(log n) each where a first changes. A pick: O(log n). None depends on how many wait.
+
+Stops holding: arrivals must differ, and `blocked` may be late by a chunk where others than the leader compute or evict parts of its path.
+Source: the order is SGLang's `lpm` and `dfs-weight` (Zheng et al. 2024); that ghosts carry it is ours.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from typing import Any
+
+WAIT_FOR_LEADER = 32  # tokens that a running request will compute, for which waiting is cheaper than computing them twice
+Node = Any            # a radix.Node: the tree is above
+
+
+class Waiter:
+    """A waiting request's place: `node` ends where its whole pages end. `request` is the caller's. When it leads, it no longer waits."""
+
+    __slots__ = ("node", "arrival", "request", "waits")
+
+    def __init__(self, node: Node, arrival: int, request: object):
+        self.node, self.arrival, self.request, self.waits = node, arrival, request, True
+
+
+class Waiting:
+    """The part of a tree that follows those who wait. Of a node it keeps: `waiters` and `leaders` at or below; `line`, a heap of (arrival,
+    tick, waiter | ghost below); `first`, the earliest arrival in it; `blocked`; and where it `weighs`, `heavy`, a heap of (-waiters, tick,
+    child with KV)."""
+
+    roots: dict[str, Node]
+    weighs: bool
+    _page: int  # bytes
+
+    def __init__(self, forest: Node) -> None:
+        self.waiting = 0
+        self._ticks = itertools.count()  # no two entries of a heap are equal
+        self._deepest: list[tuple[int, int, int, Node]] = []  # heap (-depth, arrival, tick, node with KV) of what is parked
+        self._forest = self._cursor = forest  # stands above the roots, for `heaviest` alone; where that found the last one
+
+    def leave(self, waiter: Waiter) -> None:
+        """A waiter that was not started goes away; ghosts that nobody wants go with it."""
+        waiter.waits = False
+        self._count(waiter.node, waiters=-1)
+        self._refresh(waiter.node)
+        self._prune(waiter.node)
+
+    def lead(self, waiter: Waiter) -> None:
+        """A waiter starts: it waits no more, and will compute the ghosts of its path. Others wait for those that are worth it."""
+        waiter.waits = False
+        self._count(waiter.node, waiters=-1, leaders=1)
+        self._refresh(waiter.node)
+        self.advance(waiter)
+
+    def advance(self, leader: Waiter) -> None:
+        """Some of what a leader computes has been inserted: find out anew who has to wait for the rest."""
+        coming, node = [], leader.node
+        while node.is_ghost:
+            coming.append(node)
+            node = node.parent
+        for ghost in reversed(coming):
+            self._block(ghost, ghost.end - node.end >= WAIT_FOR_LEADER)
+
+    def stop_leading(self, leader: Waiter) -> None:
+        """A leader has computed its path, or will not."""
+        self._count(leader.node, leaders=-1)
+        node = leader.node
+        while node.is_ghost:
+            if not node.leaders:
+                self._block(node, False)
+            node = node.parent
+        self._prune(leader.node)
+
+    def parking(self, node: Node) -> Node:
+        """The last node with KV on the path to a node: where its waiters' longest match ends, if nobody leads."""
+        while node.is_ghost:
+            node = node.parent
+        return node
+
+    def is_blocked(self, waiter: Waiter) -> bool:
+        """Whether a running request will compute what the waiter would otherwise compute too."""
+        node = waiter.node
+        while node.is_ghost and not node.blocked:
+            node = node.parent
+        return node.blocked
+
+    def longest(self) -> Waiter | None:
+        """Of those that need not wait for a leader the one with the longest match, of several the earliest."""
+        heap = self._deepest
+        while heap:
+            _, arrival, _, node = heap[0]
+            if node.first == arrival and not node.is_ghost:
+                return self._earliest(node)
+            heapq.heappop(heap)
+        return None
+
+    def heaviest(self) -> Waiter | None:
+        """The next one depth first: a subtree is served to its end, then the sibling with most waiters; where a node's children are
+        done, the earliest parked at it."""
+        node = self._cursor
+        if node.parent is None and self.roots.get(node.namespace) is not node or node.is_ghost:
+            node = self._forest
+        done: set[Node] = set()
+        while True:
+            child = self._heaviest_child(node, done)
+            if child is not None:
+                node = child
+            elif node.first is not None:
+                self._cursor = node
+                return self._earliest(node)
+            elif node is self._forest:
+                return None
+            else:
+                done.add(node)
+                node = node.parent or self._forest
+
+    def _heaviest_child(self, node: Node, done: set[Node]) -> Node | None:
+        heap, passed, found = node.heavy, [], None
+        while heap and found is None:
+            weight, _, child = heap[0]
+            if child.waiters != -weight or not weight or child.parent is not (None if node is self._forest else node) or child.is_ghost:
+                heapq.heappop(heap)
+            elif child in done:
+                passed.append(heapq.heappop(heap))
+            else:
+                found = child
+        for entry in passed:
+            heapq.heappush(heap, entry)
+        return found
+
+    def _earliest(self, node: Node) -> Waiter:
+        """Down the ghosts to the waiter that `first` speaks of."""
+        while True:
+            self._clean(node)
+            item = node.line[0][2]
+            if isinstance(item, Waiter):
+                return item
+            node = item
+
+    def _clean(self, node: Node) -> None:
+        """Throws out what no longer stands at the head of a line."""
+        line = node.line
+        while line:
+            arrival, _, item = line[0]
+            if isinstance(item, Waiter):
+                if item.waits and item.node is node:
+                    return
+            elif item.first == arrival and item.parent is node and item.slots is None and not item.blocked:
+                return
+            heapq.heappop(line)
+
+    def _refresh(self, node: Node) -> None:
+        """The line of a node has changed: find its first, and tell the ghosts above as long as theirs changes too."""
+        while True:
+            self._clean(node)
+            first = node.line[0][0] if node.line else None
+            if first == node.first:
+                return
+            node.first = first
+            if not node.is_ghost:
+                return self._park(node)
+            if first is not None:
+                self._enter(node)
+            node = node.parent
+
+    def _enter(self, ghost: Node) -> None:
+        """Puts a ghost's first into the line of its parent."""
+        if not ghost.blocked:
+            heapq.heappush(ghost.parent.line, (ghost.first, next(self._ticks), ghost))
+
+    def _park(self, node: Node) -> None:
+        """Offers the first of those that are parked at a node to `longest`."""
+        if node.first is not None:
+            heapq.heappush(self._deepest, (-node.end, node.first, next(self._ticks), node))
+            if len(self._deepest) > 4 * self.waiting + 64:
+                good = {(node.end, arrival): node for _, arrival, _, node in self._deepest if node.first == arrival and not node.is_ghost}
+                self._deepest = [(-end, arrival, next(self._ticks), node) for (end, arrival), node in good.items()]
+                heapq.heapify(self._deepest)
+
+    def _block(self, ghost: Node, blocked: bool) -> None:
+        if ghost.blocked is not blocked:
+            ghost.blocked = blocked
+            if ghost.first is not None:
+                self._enter(ghost)
+            self._refresh(ghost.parent)
+
+    def _count(self, node: Node | None, waiters: int = 0, leaders: int = 0) -> None:
+        """One more, or less, at the end of a path."""
+        self.waiting += waiters
+        while node is not None:
+            node.waiters += waiters
+            node.leaders += leaders
+            if self.weighs:
+                self._weigh(node)
+            node = node.parent
+
+    def _weigh(self, node: Node) -> None:
+        """Offers a node with slots, or a root, to its parent's `heavy`."""
+        if not self.weighs or node.is_ghost:
+            return
+        above = node.parent or self._forest
+        heapq.heappush(above.heavy, (-node.waiters, next(self._ticks), node))
+        if len(above.heavy) > 2 * len(above.children or self.roots) + 64:
+            children = self.roots if above is self._forest else above.children
+            above.heavy = [(-child.waiters, next(self._ticks), child) for child in children.values() if child.waiters and not child.is_ghost]
+            heapq.heapify(above.heavy)
+
+    def _prune(self, node: Node) -> None:
+        """Takes out ghosts that nobody wants any more, and a root without anything below."""
+        while node.is_ghost and not node.waiters and not node.leaders:
+            del node.parent.children[node.key[: self._page]]
+            node.parent, node = None, node.parent
+        if node.is_root and not (node.children or node.waiters or node.leaders) and self.roots.get(node.namespace) is node:
+            del self.roots[node.namespace]
+
+    def _check_waiting(self, nodes: list[Node]) -> None:
+        """Counts those that wait, and finds every `first`, from their places alone."""
+        below: dict[Node, list[Waiter]] = {node: [] for node in nodes}
+        for node in reversed(nodes):  # children come after their parents
+            own = {item for _, _, item in node.line if isinstance(item, Waiter) and item.waits and item.node is node}
+            below[node] += own
+            parked = [w.arrival for w in own] + [c.first for c in node.children.values() if c.is_ghost and not c.blocked and c.first is not None]
+            assert node.first == min(parked, default=None), f"{node}: its first is {node.first}, expected {min(parked, default=None)}"
+            assert node.waiters == len(below[node]), f"{node} counts {node.waiters} waiters, there are {len(below[node])}"
+            assert not node.blocked or node.is_ghost and node.leaders, f"{node} is blocked, and nobody computes it"
+            assert node.leaders >= sum(child.leaders for child in node.children.values()), f"{node} has fewer leaders than its children"
+            if node.first is not None and not node.is_ghost:
+                assert any(n is node and arrival == node.first for _, arrival, _, n in self._deepest), f"{node} is not offered"
+            if self.weighs and node.waiters and not node.is_ghost:
+                above = (node.parent or self._forest).heavy
+                assert any(n is node and weight == -node.waiters for weight, _, n in above), f"{node} is not weighed"
+            if node.parent is not None:
+                below[node.parent] += below[node]
+        assert self.waiting == sum(root.waiters for root in self.roots.values()), f"{self.waiting} wait, the roots say otherwise"
+
+
+def _demo() -> None:
+    class Spot:
+        """As much of a node as is needed here."""
+
+        def __init__(self, name: str, parent: "Spot | None", size: int, computed: bool):
+            self.key, self.parent, self.namespace, self.slots = name, parent, "", [0] * size if computed else None
+            self.end = size + (parent.end if parent else 0)
+            self.waiters = self.leaders = 0
+            self.children, self.line, self.heavy, self.first, self.blocked = {}, [], [], None, False
+            if parent is not None:
+                parent.children[name] = self
+
+        is_ghost = property(lambda self: self.slots is None and self.parent is not None)
+        is_root = property(lambda self: self.parent is None)
+
+    tree, root = Waiting(Spot("", None, 0, False)), Spot("", None, 0, False)
+    tree.roots, tree.weighs, tree._page = {"": root}, False, 99
+    system = Spot("system", root, 900, True)
+    other, cached = Spot("document A", system, 400, False), Spot("document B", system, 400, True)
+    for arrival, (above, name) in enumerate([(other, "A: question 1"), (other, "A: question 2"), (cached, "B: question 1"), (root, "a cold prompt")]):
+        waiter = Waiter(Spot(name, above, 50, False), arrival, name)
+        heapq.heappush(waiter.node.line, (arrival, next(tree._ticks), waiter))
+        tree._count(waiter.node, waiters=1)
+        tree._refresh(waiter.node)
+    while waiter := tree.longest():
+        tree.lead(waiter)
+        match = tree.parking(waiter.node).end
+        tree.stop_leading(waiter)
+        print(f"{match:5} tokens are cached of {waiter.node.end}: {waiter.request}")
+
+
+if __name__ == "__main__":
+    _demo()
