@@ -161,6 +161,7 @@ class Counters:
     cached_tokens: int = 0
     output_tokens: int = 0
     computed_tokens: int = 0
+    evicted_tokens: int = 0
     retractions: int = 0
     preemptions: int = 0
     finished: int = 0
@@ -534,20 +535,25 @@ class Scheduler:
         if not self.waiting or self.step < self._blocked[0] and self._events == self._blocked[1]:
             return started
         if not self._has_place(budget):
-            if self.preempts and budget >= self.page and not self._suspects:
+            full = not self.rows.available or len(self.running) >= self.max_running
+            if self.preempts and full and not self._suspects:
                 self._preempt(next(self._candidates(), None))
-            return started
+            if not self._has_place(budget):
+                return started
         promised = sum(self._still_needed(r) for r in self.running)
         for req in self._candidates():
             if not self._has_place(budget) or req.suspect and self.running:
                 break
             namespace = req.request.namespace
             node = self._lock(req, self.tree.parking(req.place.node)) if self.cache else self.tree.root(namespace)
-            missing = self._expected_columns(req) - node.end + promised - self.slots.available - self.tree.evictable
-            if missing > 0 and self.running:
+            lacking = lambda: self._expected_columns(req) - node.end + promised - self.slots.available - self.tree.evictable
+            preempted = lacking() > 0 and self.running and self.preempts and self._preempt(req, lacking())
+            if preempted:
+                promised = sum(self._still_needed(r) for r in self.running)
+            if lacking() > 0 and self.running:
                 if self.cache:
                     self.tree.unlock(node)
-                if not (self.preempts and self._preempt(req, missing)):
+                if not preempted:
                     self._blocked = (self.step + RETRY_ADMISSION, self._events)
                 break
             self._start(req, node)
@@ -615,7 +621,9 @@ class Scheduler:
     def _alloc(self, num_slots: int) -> np.ndarray | None:
         missing = num_slots - self.slots.available
         if missing > 0 and self.tree.evictable:
-            self.slots.free(self.tree.evict(missing), held_by_step=False)
+            evicted = self.tree.evict(missing)
+            self.counters.evicted_tokens += len(evicted)
+            self.slots.free(evicted, held_by_step=False)
         return self.slots.alloc(num_slots)
 
     def _missing(self, req: Req, columns: int) -> int:

@@ -10,6 +10,7 @@ An entry says what the feature does to an engine and its requests, and how to pr
     during    (engine, step, random) before each step
     proof     Run -> how often it happened. 0 fails the pair
     counted   what that number counts
+    needs_cache   whether it is about the radix cache, and refused or idle without
     apart     names of features it does not work with, which are refused at start (the goal: none)
 
 Features that set the same flag to different values are no pair.
@@ -33,6 +34,7 @@ class Feature:
     asks: Callable = lambda kind, ids, answer: {}
     fields: Callable = lambda kind: {}
     during: Callable = lambda engine, step, random: None
+    needs_cache: bool = False
     apart: tuple[str, ...] = ()
 
 
@@ -93,6 +95,12 @@ def started_before_others(run):
     return sum(a.arrival > b.arrival and a.request.priority > b.request.priority for i, a in enumerate(order) for b in order[i + 1:])
 
 
+def overtaken(run):
+    """Pairs in which a request started before one that had come earlier."""
+    order = list(dict.fromkeys(req for batch in run.batches for req in batch.started))
+    return sum(a.arrival > b.arrival for i, a in enumerate(order) for b in order[i + 1:])
+
+
 def hits_in_namespaces(run):
     """Tokens found within a namespace. The first request of each has found nothing, whatever is cached in the others."""
     first, hits = {}, 0
@@ -110,7 +118,7 @@ def steps_in_int8(run):
 
 
 FEATURES = [
-    Feature("radix cache", "rc", proof=lambda run: run.counted("cached_tokens"), counted="prompt tokens found in the tree"),
+    Feature("radix cache", "rc", needs_cache=True, proof=lambda run: run.counted("cached_tokens"), counted="prompt tokens found in the tree"),
     Feature("page 1", "p1", flags=dict(page_size=1), counted="prompts cached to a length that is no multiple of 16",
             proof=lambda run: sum(a.cached % 16 > 0 for a in run.answers.values()) if run.cached else len(run.batches)),
     Feature("page 16", "p16", flags=dict(page_size=16), counted="prompts cached in whole pages of 16",
@@ -135,6 +143,12 @@ FEATURES = [
             counted="prompt tokens found within a namespace that is not the default"),
     Feature("priorities", "pr", flags=dict(schedule_policy="priority", max_running_requests=4), fields=lambda kind: dict(priority=kind % 3),
             counted="times a request overtook another of lower priority", proof=started_before_others),
+    Feature("preemption", "pm", flags=dict(schedule_policy="priority", max_running_requests=3), fields=lambda kind: dict(priority=20 * kind),
+            counted="times a running request gave way to one of higher priority", proof=lambda run: run.counted("preemptions")),
+    Feature("order by subtree weight", "dw", flags=dict(schedule_policy="dfs-weight", max_running_requests=4), needs_cache=True,
+            counted="times a request overtook an earlier one", proof=overtaken),
+    Feature("cost-aware eviction", "co", flags=dict(radix_eviction_policy="cost", max_total_tokens=148), needs_cache=True, counted="tokens evicted",
+            proof=lambda run: run.counted("evicted_tokens")),
     Feature("bfloat16", "bf", flags=dict(dtype="bfloat16"), counted="steps of a model in bfloat16",
             proof=lambda run: len(run.batches) * (str(run.engine.model.dtype) == "torch.bfloat16")),
     Feature("int8", "i8", flags=dict(quantization="int8"), counted="steps of a model with int8 weights", proof=steps_in_int8),

@@ -19,7 +19,7 @@ from features import FEATURES, cell_name, same_flag  # noqa: E402
 MARKS = {"equal": "=", "refused": "x", "same flag": "-", None: "?"}
 LEGEND = """`=` ran together and gave the answers of the plain engine (no cache, no overlap, a batch of one, whole prompts): tokens, texts, finish
 reasons, logprobs; `x` refused at start; `-` two values of one flag. All pairs run with the radix cache; on the diagonal a feature alone, without it
-(but for the cache itself). The last column says how often a feature was seen at work in its pairs."""
+(but for what is about the cache). The last column says how often a feature was seen at work in its pairs."""
 SUMMARY = """{cells} runs: {said} (a fork: the texts part at two tokens whose perturbed logits in the plain engine differ by less than 1e-3, in
 bfloat16 0.1). {mutants} wrong engines were found out by the same comparison; among them, for every pair, one with a shared slot zeroed and one with a
 row that was not pointed to the slots it had adopted."""

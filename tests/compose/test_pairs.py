@@ -11,12 +11,12 @@ FORKS_PER_TOKEN = 1e-5
 
 @pytest.mark.parametrize("cell", CELLS, ids=cell_name)
 def test_the_answers_are_those_of_the_plain_engine(lab, cell):
-    """Two features, with the radix cache; or one alone, without it (unless it is the cache)."""
+    """Two features, with the radix cache; or one alone, without it (unless it is about the cache)."""
     if apart(*cell):
         with pytest.raises(ValueError):
             lab.engine(cell, cached=True, fresh=True)
         return lab.record(cell, Result("refused"))
-    plain, engine = lab.plain_for(cell), lab.engine(cell, cached=len(cell) == 2 or cell[0].name == "radix cache")
+    plain, engine = lab.plain_for(cell), lab.engine(cell, cached=len(cell) == 2 or cell[0].needs_cache)
     run = drive(engine, workload(cell, plain), cell, plain)
     verdict = compare(run, plain)
     assert not verdict.differences
