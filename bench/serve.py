@@ -6,11 +6,12 @@
 A peer is any server with OpenAI's /v1/completions, given as the command that starts it in the foreground. {model} (a directory) and {port} in it are
 replaced, variables may stand in front; it runs in the repository's root, without a shell:
 
-    python bench/serve.py --rounds 3 --fields vllm '{"seed": null}' --peer vllm 'VLLM_CPU_KVCACHE_SPACE=2 vllm/bin/python -m
-        vllm.entrypoints.openai.api_server --model {model} --port {port} --dtype bfloat16 --max-model-len 4096 --enable-prompt-tokens-details'
+    python bench/serve.py --rounds 3 --fields vllm '{"seed": null}' --peer vllm 'VLLM_CPU_KVCACHE_SPACE=2 VLLM_CPU_OMP_THREADS_BIND=0-1
+        LD_PRELOAD=vllm/lib/libiomp5.so vllm/bin/python -m vllm.entrypoints.openai.api_server --model {model} --port {port} --dtype bfloat16
+        --max-model-len 4096 --enable-prompt-tokens-details'
 
---fields says what a peer is sent instead of, or beside, what ours is: null leaves a field out (vLLM on a CPU dies of a seed; not every server knows
-ignore_eos), the word {schema} as a value is the bare JSON schema (llama-server: '{"response_format": null, "json_schema": "{schema}"}').
+(vLLM leaves a core idle unless it is bound to all.) --fields says what a peer is sent instead of, or beside, what ours is: null leaves a field out
+(vLLM on a CPU dies of a seed; not every server knows ignore_eos), the word {schema} as a value is the bare JSON schema (llama-server: '{"response_format": null, "json_schema": "{schema}"}').
 
 The workloads are those of workloads.py. One server runs at a time, since an idle one may still spin. A round starts each engine in turn and plays
 every workload once a seed: another seed is other text, so that nothing is known from before. Two requests of other text warm a workload up.
