@@ -19,8 +19,8 @@ Invariant: a config that exists holds values of the right type, within their ran
 (is there a GPU, does the pool fit) is the engine's to refuse. A default of None means that the engine chooses; what it chose is in
 `stats` and in /get_server_info.
 
-Cost: microseconds. Stops holding: names of a registry (policies, attention backends) are written down here once more for the
-command line, because their modules need torch; a test compares. `LLM` takes whatever is registered.
+Cost: microseconds. Stops holding: the names of attention backends are written down here once more for the command
+line, because their module needs torch; a test compares. `LLM` takes whatever is registered.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 
 from .eviction import EVICTION
+from .policies import POLICIES
 from .protocol import Range
 from .radix import MAX_PAGE_SIZE
 
-SCHEDULE_POLICIES = ("fcfs", "lpm", "dfs-weight", "lof", "random", "priority", "routing-key", "shortest-prefill-first", "hrrn")  # scheduler.POLICIES
 ATTENTION_BACKENDS = ("torch", "cpp", "triton")  # attention.ATTENTION
 DEVICE = r"auto|cpu|cuda(:\d+)?"
 TOKENS = Range(1, 2**31, integer=True, optional=True)
@@ -64,7 +64,7 @@ class EngineConfig:
     chunked_prefill_size: int | None = flag(None, "tokens a step; 2048 on CPU, 8192 on GPU by default; less makes streams smoother",
                                             within=TOKENS)
     page_size: int = flag(1, "KV slots a page, 1 to 64", within=Range(1, MAX_PAGE_SIZE, integer=True))
-    schedule_policy: str | None = flag(None, "order of the waiting requests; lpm by default, without a cache fcfs", SCHEDULE_POLICIES)
+    schedule_policy: str | None = flag(None, "order of the waiting requests; lpm by default, without a cache fcfs", tuple(POLICIES))
     priority_scheduling_preemption_threshold: int = flag(10, "under the policy priority, a request that waits takes the place of one that runs "
                                                          "where its priority is higher by more than this", within=Range(0, 2**31, integer=True))
     radix_eviction_policy: str = flag("lru", "which cached prefix goes first", tuple(EVICTION))

@@ -57,7 +57,8 @@ from .events import KVEvents
 from .model import ForwardBatch, Model, ModelConfig, load
 from .protocol import Chunk, Logprob, Request, SamplingParams, derive_seed
 from .radix import Node, Tree
-from .scheduler import POLICIES, Batch, Req, Scheduler
+from .policies import POLICIES
+from .scheduler import Batch, Req, Scheduler
 from .text import TextStream
 
 log = logging.getLogger("nano_sgl")

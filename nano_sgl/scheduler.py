@@ -32,7 +32,6 @@ from __future__ import annotations
 
 import bisect
 import collections
-import heapq
 import operator
 import random
 import time
@@ -42,6 +41,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from .memory import Rows, SlotAllocator, Writes
+from .policies import POLICIES
 from .protocol import Request, RequestError, SamplingParams
 from .radix import Match, Node, Tree, key_bytes
 from .waiting import Waiter
@@ -182,93 +182,6 @@ def _insert(reqs: list[Req], req: Req) -> None:
 def _dearest_first(req: Req) -> tuple:
     """Sort key: high priority, long output, early arrival first. The last one costs least to retract."""
     return -req.request.priority, -len(req.output_ids), req.arrival
-
-
-# ---------------------------------------------------------------------------------------------------------------- the seam: policies
-
-@dataclass(frozen=True)
-class Policy:
-    """An order of the waiting queue. `pick` yields its requests, best first; it is asked for the next one when the last has been started.
-    `fair`: nobody starves, for after OLDEST_AFTER starts of others the oldest request goes first (an age bound would turn into fcfs when the
-    whole queue is old). `needs_tree`: refused where the cache is off."""
-    pick: Callable[["Scheduler"], Iterator[Req]]
-    fair: bool
-    needs_tree: bool
-
-
-POLICIES: dict[str, Policy] = {}
-
-
-def policy(name: str, *, fair: bool = True, needs_tree: bool = False):
-    """Register a policy: a function (request, scheduler) -> sort key, the smallest goes first. Ties go to the earlier arrival."""
-    def register(key):
-        def pick(scheduler: "Scheduler") -> Iterator[Req]:
-            heap = [(key(req, scheduler), req.arrival, req) for req in scheduler.waiting]
-            heapq.heapify(heap)
-            while heap:
-                req = heapq.heappop(heap)[2]
-                if not scheduler.waits_for_leader(req):
-                    yield req
-        POLICIES[name] = Policy(pick, fair, needs_tree)
-        return key
-    return register
-
-
-def picking(name: str, *, fair: bool = True, needs_tree: bool = False):
-    """Register a policy that finds the next request itself: a generator of the scheduler's waiting requests."""
-    def register(pick):
-        POLICIES[name] = Policy(pick, fair, needs_tree)
-        return pick
-    return register
-
-
-@picking("fcfs")
-def _fcfs(scheduler: "Scheduler") -> Iterator[Req]:
-    return (req for req in list(scheduler.waiting) if not scheduler.waits_for_leader(req))
-
-
-@picking("lpm", needs_tree=True)
-def _longest_prefix_match(scheduler: "Scheduler") -> Iterator[Req]:
-    while waiter := scheduler.tree.longest():
-        yield waiter.request
-
-
-@picking("dfs-weight", needs_tree=True)
-def _heaviest_subtree(scheduler: "Scheduler") -> Iterator[Req]:
-    while waiter := scheduler.tree.heaviest():
-        yield waiter.request
-
-
-@policy("lof")
-def _longest_output_first(req: Req, scheduler: "Scheduler"):
-    return -req.max_new
-
-
-@policy("random", fair=False)
-def _random(req: Req, scheduler: "Scheduler"):
-    return scheduler.random.random()
-
-
-@policy("priority", fair=False)
-def _priority(req: Req, scheduler: "Scheduler"):
-    return -req.request.priority
-
-
-@policy("routing-key")
-def _routing_key(req: Req, scheduler: "Scheduler"):
-    """Requests whose routing key is most frequent among the running ones."""
-    return 0 if req.request.routing_key is None else -scheduler.running_keys[req.request.routing_key]
-
-
-@policy("shortest-prefill-first")
-def _shortest_prefill_first(req: Req, scheduler: "Scheduler"):
-    return scheduler.uncached(req)
-
-
-@policy("hrrn", fair=False)
-def _highest_response_ratio_next(req: Req, scheduler: "Scheduler"):
-    """Waiting time (in tokens computed meanwhile) over service time (in tokens to compute): a long prompt's turn comes too."""
-    return -(scheduler.counters.computed_tokens - req.queued_tokens) / scheduler.uncached(req)
 
 
 # ------------------------------------------------------------------------------------------------------------------------ scheduler

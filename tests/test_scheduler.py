@@ -8,10 +8,11 @@ import pytest
 
 from driver import Driver
 from nano_sgl.memory import Rows, SlotAllocator
+from nano_sgl.policies import POLICIES, policy
 from nano_sgl.protocol import Request, RequestError, SamplingParams
 from nano_sgl.radix import Tree
+from nano_sgl.scheduler import OLDEST_AFTER, Scheduler
 from nano_sgl.waiting import WAIT_FOR_LEADER
-from nano_sgl.scheduler import OLDEST_AFTER, POLICIES, Scheduler, policy
 
 
 def ids(n, start=0):

@@ -928,9 +928,9 @@ def test_every_flag_of_the_server_has_a_reader():
 
 
 def test_names_that_flags_may_take_are_those_that_are_registered():
-    from nano_sgl import attention, eviction, scheduler
+    from nano_sgl import attention, eviction, policies
     choices = {f.name: f.metadata["choices"] for f in dataclasses.fields(EngineConfig)}
-    assert set(choices["schedule_policy"]) == set(scheduler.POLICIES)
+    assert set(choices["schedule_policy"]) == set(policies.POLICIES)
     assert set(choices["attention_backend"]) <= set(attention.ATTENTION)  # tests may have registered more
     assert set(choices["radix_eviction_policy"]) == set(eviction.EVICTION)
 

@@ -12,14 +12,14 @@ MODULES = sorted(p.stem for p in PACKAGE.glob("*.py"))
 LEVELS = {  # imports point down: a module may import those of lower levels that are named for it
     "protocol": set(), "eviction": set(), "waiting": set(), "radix": {"eviction", "waiting"}, "weights": set(), "native": set(), "kernels": {"native"},
     "attention": {"native", "kernels"}, "text": {"protocol"}, "memory": {"kernels"}, "sampling": {"native", "kernels", "protocol"}, "chat": {"protocol"},
-    "model": {"kernels", "native", "memory", "weights"}, "scheduler": {"radix", "waiting", "memory", "protocol"},
-    "config": {"protocol", "radix", "eviction"}, "events": {"radix"},
-    "engine": {"config", "events", "protocol", "radix", "eviction", "weights", "kernels", "attention", "memory", "sampling", "model", "scheduler", "text"},
+    "model": {"kernels", "native", "memory", "weights"}, "policies": set(), "scheduler": {"radix", "waiting", "policies", "memory", "protocol"},
+    "config": {"protocol", "radix", "eviction", "policies"}, "events": {"radix"},
+    "engine": {"config", "events", "protocol", "radix", "eviction", "weights", "kernels", "attention", "memory", "sampling", "model", "policies", "scheduler", "text"},
     "llm": {"engine", "config", "protocol", "chat"},
     "api": {"protocol", "chat"}, "process": {"protocol"}, "server": set(MODULES) - {"__init__", "__main__", "server"},
     "__init__": set(), "__main__": {"config", "protocol"},
 }
-TORCH_FREE = ["protocol", "eviction", "waiting", "radix", "events", "text", "chat", "config", "api", "process", "server", "__main__"]
+TORCH_FREE = ["protocol", "eviction", "waiting", "policies", "radix", "events", "text", "chat", "config", "api", "process", "server", "__main__"]
 MAX_LINE, MAX_FILE, MAX_FUNCTION = 150, 850, 80
 
 
