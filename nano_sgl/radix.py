@@ -575,6 +575,11 @@ class Tree(Waiting):
         assert node.born <= self.clock and node.used <= self.clock, f"{node}: born or used in the future"
 
 
+def draw(tree: Tree, decode: Callable[[list[int]], str] | None = None, width: int = 60) -> str:
+    """A tree as text, whoever has it: see `Tree.render`."""
+    return tree.render(decode, width)
+
+
 def join(parts: list[np.ndarray]) -> np.ndarray:
     """Slots of several nodes in a fresh int32 array."""
     return np.concatenate(parts) if parts else np.empty(0, np.int32)
