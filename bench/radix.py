@@ -1,219 +1,332 @@
-"""The radix tree beside the simple ways to do the same, on one seeded trace in one run: cost a request, and ratios.
+"""The radix tree beside SGLang's and mini-sglang's, in one run: cost of every operation, hit rate, and the best hit rate there could be.
 
-The trace is chat: sessions that share a few system prompts and come back with their whole history, `--flight` requests at a time,
-a pool smaller than what was ever cached. Every variant is the same tree with one part replaced, so all of them hit and evict
-exactly the same, which is checked; what differs is the cost of that part:
+The traces are those of traces.py, the pool is 30% of their distinct tokens, 16 requests run at a time. For each request: match all of
+the prompt but its last token, lock what was found, make room, insert the prompt, lock that; when it is finished: make room, insert
+prompt and output, unlock. No model runs and no slot is copied. Keys and slots come in each cache's own form, converted off the clock.
 
-    heapify    evict builds a heap of all unlocked leaves at every call    (SGLang's RadixCache)
-    walk       evict finds its leaves by visiting the whole tree           (mini-sglang)
-    loop       a key is compared with a span token by token, in a Python loop
-    list       ours, but keys are given as lists of ids, converted at every call instead of once a request
+    ours             nano_sgl.radix.Tree alone, as the others are
+    ours, all on     as the scheduler uses it: a request first waits in the tree, with `--queue` others, and is picked by longest match.
+                     What the others' schedulers do for that is in no row
+    sglang-rust      SGLang's UnifiedRadixCache over its Rust tree, what it serves with by default    (with --sglang)
+    sglang-python    the same over its Python tree                                                    (with --sglang)
+    sglang-radix     SGLang's RadixCache                                                              (with --sglang)
+    mini-sglang      its RadixPrefixCache; numpy stands in for its compiled comparison                (with --mini-sglang)
 
-Times are CPU time of this thread, so other processes disturb them little. `ours` runs twice, to show by how much, and the
-ratios are to the faster of the two.
+`--sglang` is the folder of an unpacked wheel (pip download --no-deps sglang==0.5.23, then unzip), `--mini-sglang` that of its `python`
+folder; radix_peers.py says what is imported of them.
 
-    python bench/radix.py --sessions 300 --turns 6 --page-size 1 --policy lru
+us are p50/p99 of an operation in CPU time of this thread, less what the clock itself takes; `gather` collects the slots of the hit,
+`prep` makes a key. s/1k is seconds per 1,000 requests without these two, `x` how many times the seconds of `ours, all on`. Ours runs
+before and after the others, and the faster run counts; how far apart the two are says what the machine does to the figures.
+
+    python bench/radix.py --sglang peers/sglang
+    python bench/radix.py --policies                # hit rates of all eviction policies beside the optimum
+    python bench/radix.py --sizes                   # cost of an evict by the size of the tree
 """
 
 import argparse
+import collections
 import functools
+import gc
 import heapq
-import random
 import sys
 import time
 from pathlib import Path
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
 
-from nano_sgl.radix import EVICTION, TOKEN_BYTES, Tree, key_bytes  # noqa: E402
+from nano_sgl.eviction import ATTENTION_PARITY, EVICTION  # noqa: E402
+from nano_sgl.radix import TOKEN_BYTES, Tree, key_bytes  # noqa: E402
+from radix_peers import mini_sglang, sglang  # noqa: E402
+from traces import TRACES, Trace, distinct_len  # noqa: E402
 
-OPERATIONS = ("match", "lock", "insert", "evict", "unlock")
-
-
-def chat_trace(seed: int, sessions: int, turns: int) -> list[tuple[np.ndarray, np.ndarray]]:
-    """(prompt, prompt and output) of every request in order of arrival; lengths are log-normal like those of real chats."""
-    rng = random.Random(seed)
-
-    def text(count):
-        return np.array([rng.randrange(1000, 128_000) for _ in range(count)], np.int32)
-
-    def length(median, sigma):
-        return int(min(1024, max(4, rng.lognormvariate(np.log(median), sigma))))
-
-    systems, events = [text(128) for _ in range(4)], []
-    for session in range(sessions):
-        at, history = rng.random(), rng.choice(systems)
-        for turn in range(turns):
-            prompt = np.concatenate([history, text(length(60, 1.1))])
-            history = np.concatenate([prompt, text(length(200, 0.9))])
-            events.append((at, session, turn, prompt, history))
-            at += rng.expovariate(turns / 0.5)
-    events.sort(key=lambda event: event[:3])
-    return [event[3:] for event in events]
+OPERATIONS = ("wait", "match", "lock", "insert", "unlock", "evict", "gather", "prep")
+COUNTS = (1_000, 10_000, 100_000)  # leaves of the trees that `sizes` measures
 
 
-class HeapifyTree(Tree):
-    """Evicts as SGLang's RadixCache does: a set of the unlocked leaves, and a heap of all of them at each call."""
+# ----------------------------------------------------------------------------------------------------------------------- the caches
 
-    def __init__(self, *args):
-        self.leaves = set()
-        super().__init__(*args)
+class Ours:
+    """A cache as `replay` wants it. Handles are nodes; lengths are tokens, in whole pages."""
 
-    def lock(self, at, **options):
-        handle = super().lock(at, **options)
-        self.leaves.difference_update(handle.path())
+    def __init__(self, page_size: int, slots: np.ndarray, policy: str = "lru"):
+        self.tree, self.slots = Tree(page_size, policy), slots
+
+    def native(self, ids: np.ndarray) -> np.ndarray:
+        """Token ids as a request holds them."""
+        return ids
+
+    def prep(self, ids):
+        return key_bytes(ids)
+
+    def match(self, key):
+        """What is cached of all but the last token: where that ends, and its length."""
+        found = self.tree.match(key, limit=len(key) // TOKEN_BYTES - 1)
+        return found, found.length
+
+    def lock(self, found):
+        return self.tree.lock(found)
+
+    def gather(self, handle):
+        return self.tree.slots(handle)
+
+    def insert(self, key, handle):
+        """Inserts a key that begins with the handle's; where it ends, and how much of it is new."""
+        rest = key[handle.end * TOKEN_BYTES :]
+        node, present = self.tree.insert(rest, self.slots[: len(rest) // TOKEN_BYTES], below=handle)
+        return node, node.end - handle.end - present
+
+    def relock(self, handle, node):
+        return self.tree.move_lock(handle, node)
+
+    def unlock(self, handle) -> None:
+        self.tree.unlock(handle)
+
+    def evict(self, tokens: int) -> int:
+        return len(self.tree.evict(tokens))
+
+
+class OursWaiting(Ours):
+    """The tree as the scheduler uses it. Requests are picked in order of arrival here, so that all caches see the same trace."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.queue, self.arrivals = collections.deque(), 0
+
+    def wait(self, key) -> None:
+        self.arrivals += 1
+        self.queue.append(self.tree.wait(key, "", self.arrivals, key))
+
+    def match(self, key):
+        self.tree.longest()
+        waiter = self.waiter = self.queue.popleft()
+        node = self.tree.parking(waiter.node)
+        self.tree.lead(waiter)
+        return node, min(node.end, (len(key) // TOKEN_BYTES - 1) // self.tree.page_size * self.tree.page_size)
+
+    def lock(self, found):
+        handle = super().lock(found)
+        self.tree.extend(handle, self.waiter.request, handle.end)  # has another computed more since?
         return handle
 
-    def move_lock(self, old, new):
-        self.leaves.discard(new)
-        return super().move_lock(old, new)
-
-    def unlock(self, node):
-        super().unlock(node)
-        if node.key and not node.locks and not node.children:
-            self.leaves.add(node)
-
-    def insert(self, key, slots, **options):
-        inserted = super().insert(key, slots, **options)
-        node = inserted.node
-        self.leaves.discard(node.parent)
-        if node.key and not node.locks and not node.children:
-            self.leaves.add(node)
-        return inserted
-
-    def unlocked_leaves(self):
-        return self.leaves
-
-    def evict(self, tokens):
-        heap = [(node.used, id(node), node) for node in self.unlocked_leaves()]
-        heapq.heapify(heap)
-        parts, freed = [], 0
-        while freed < tokens and heap:
-            node = heapq.heappop(heap)[2]
-            parent = node.parent
-            parts.append(node.slots)
-            freed += len(node.slots)
-            self.leaves.discard(node)
-            self._remove(node)
-            if parent.key and not parent.children and not parent.locks:
-                self.leaves.add(parent)
-                heapq.heappush(heap, (parent.used, id(parent), parent))
-        return np.concatenate(parts) if parts else np.empty(0, np.int32)
+    def relock(self, handle, node):
+        self.tree.stop_leading(self.waiter)
+        return super().relock(handle, node)
 
 
-class WalkTree(HeapifyTree):
-    """Evicts as mini-sglang does: the leaves are found by visiting every node."""
+# ---------------------------------------------------------------------------------------------------------------------- measuring
 
-    def unlocked_leaves(self):
-        return [node for node in self.walk() if not node.locks and not node.children]
-
-
-@functools.lru_cache(1 << 14)
-def tokens_of(key: bytes) -> list[int]:
-    return np.frombuffer(key, np.int32).tolist()
+def slots_for(trace: Trace, page_size: int) -> np.ndarray:
+    """Slots for the longest request, in whole pages: nobody looks at them, so all requests get the same."""
+    return np.arange(page_size, page_size + max(len(prompt) + len(output) for prompt, output in trace), dtype=np.int32)
 
 
-def warm_key(ids: np.ndarray) -> bytes:
-    """The key, its tokens converted before the clock starts."""
-    key = key_bytes(ids)
-    tokens_of(key)
-    return key
+def replay(cache, trace: Trace, page_size: int, pool: int, flight: int, queue: int = 0) -> tuple[dict[str, np.ndarray], int, float]:
+    """Serves a trace: ns of every call by operation, tokens that were hits, and the share of the prompts' cost that these are, if a token
+    costs 1 + depth / ATTENTION_PARITY."""
+    spent, clock = {name: [] for name in OPERATIONS}, time.thread_time_ns
+    held = hit_len = 0
+    saved = cost = 0.0
+    running, waiting = collections.deque(), collections.deque()
 
-
-class LoopTree(Tree):
-    """Compares a span with a loop over its tokens."""
-
-    def _descend(self, node, key, at, end):
-        tokens = tokens_of(key)
-        while at < end:
-            child = node.children.get(key[at : at + self._page])
-            if child is None:
-                break
-            node, same, first = child, 0, at // TOKEN_BYTES
-            for token in tokens_of(child.key):
-                if first + same == end // TOKEN_BYTES or token != tokens[first + same]:
-                    break
-                same += 1
-            at += (same - same % self.page_size) * TOKEN_BYTES
-            if at // TOKEN_BYTES - first < child.end - child.start:
-                break
-        return node, at
-
-
-def replay(tree: Tree, trace: list, slots: int, flight: int, convert) -> tuple[dict[str, float], tuple]:
-    """Serves the trace as a scheduler would; returns microseconds a request by operation, and what it did (hits, evictions)."""
-    spent, hit_len, evicted_len = dict.fromkeys(OPERATIONS, 0), 0, 0
-    table, running = np.arange(max(len(whole) for _, whole in trace), dtype=np.int32), []  # any slots will do
-
-    def timed(name, call, *args, **options):
-        begin = time.thread_time_ns()
-        result = call(*args, **options)
-        spent[name] += time.thread_time_ns() - begin
+    def timed(name, call, *args):
+        begin = clock()
+        result = call(*args)
+        spent[name].append(clock() - begin)
         return result
 
-    def make_room(tokens):
-        nonlocal evicted_len
-        if tree.total + tokens > slots:
-            evicted_len += len(timed("evict", tree.evict, tree.total + tokens - slots))
+    def extend(key, handle, ready_len, want_len):
+        nonlocal held
+        short = held + want_len // page_size * page_size - ready_len - pool
+        if short > 0:
+            held -= timed("evict", cache.evict, short)
+        node, new = timed("insert", cache.insert, key, handle)
+        held += new
+        return node
 
     def finish():
-        handle, whole = running.pop(0)
-        rest = convert(whole[handle.end :])
-        make_room(len(whole) - handle.end)
-        timed("insert", tree.insert, rest, table[: len(whole) - handle.end], below=handle)
-        timed("unlock", tree.unlock, handle)
+        handle, ready_len, ids = running.popleft()
+        key = timed("prep", cache.prep, cache.native(ids))
+        extend(key, handle, ready_len, len(ids))
+        timed("unlock", cache.unlock, handle)
 
-    for prompt, whole in trace:
+    for _ in range(1000):
+        timed("wait", int)
+    own = int(np.median(spent["wait"]))
+    spent["wait"].clear()
+    requests = iter(trace)
+    while True:
+        while len(waiting) <= queue and (request := next(requests, None)):
+            key = timed("prep", cache.prep, cache.native(request[0]))
+            if hasattr(cache, "wait"):
+                timed("wait", cache.wait, key)
+            waiting.append((request, key))
+        if not waiting:
+            break
         if len(running) == flight:
             finish()
-        key = convert(prompt)
-        handle = timed("lock", tree.lock, timed("match", tree.match, key, limit=len(prompt) - 1))
-        hit_len += handle.end
-        fresh_len = len(prompt) - handle.end
-        make_room(fresh_len)
-        rest = convert(prompt[handle.end :])
-        node, _ = timed("insert", tree.insert, rest, table[:fresh_len], below=handle)
-        running.append((timed("lock", tree.move_lock, handle, node), whole))
+        (prompt, output), key = waiting.popleft()
+        found, length = timed("match", cache.match, key)
+        handle = timed("lock", cache.lock, found)
+        timed("gather", cache.gather, handle)
+        node = extend(key, handle, length, len(prompt))
+        handle = timed("lock", cache.relock, handle, node)
+        running.append((handle, len(prompt) // page_size * page_size, np.concatenate([prompt, output])))
+        hit_len += length
+        saved, cost = saved + length + length**2 / 2 / ATTENTION_PARITY, cost + len(prompt) + len(prompt) ** 2 / 2 / ATTENTION_PARITY
     while running:
         finish()
-    return {name: ns / 1e3 / len(trace) for name, ns in spent.items()}, (hit_len, evicted_len)
+    return {name: np.maximum(np.array(ns) - own, 0) for name, ns in spent.items()}, hit_len, saved / cost
+
+
+def optimum(trace: Trace, page_size: int, pool: int, flight: int) -> int:
+    """Tokens that would be hits if eviction knew the future: what is used again last goes first, page by page from its end.
+
+    The tree is the one that all requests leave behind if nothing is evicted. A child is used no earlier than its parent, so this order
+    never takes a parent before its child (Belady 1966, made greedy over spans of unequal length)."""
+    tree, slots = Tree(page_size), slots_for(trace, page_size)
+    wholes = [key_bytes(np.concatenate(request)) for request in trace]
+    for (prompt, _), whole in zip(trace, wholes):
+        tree.insert(whole, slots[: len(whole) // TOKEN_BYTES], prompt_len=len(prompt))
+    paths = [tree.match(key_bytes(prompt)).node.path() for prompt, _ in trace]
+    uses = collections.defaultdict(collections.deque)
+    for number, path in enumerate(paths):
+        for node in path:
+            uses[node].append(number)
+    here, pins, heap, running, held, hits = collections.Counter(), collections.Counter(), [], collections.deque(), 0, 0
+    following = lambda node: uses[node][0] if uses[node] else len(trace)  # noqa: E731
+
+    def bring(path):
+        nonlocal held
+        held += sum(node.end - node.start - here[node] for node in path)
+        while held > pool:
+            if not heap:
+                raise ValueError(f"{flight} requests at a time do not fit into a pool of {pool:,} slots: give a larger --pool or a smaller --flight")
+            use, end, _, node = heapq.heappop(heap)
+            if here[node] and not pins[node] and -use == following(node):
+                gone = min(here[node], -(-(held - pool) // page_size) * page_size)
+                held, here[node] = held - gone, here[node] - gone
+                if here[node]:
+                    heapq.heappush(heap, (use, end, id(node), node))
+        here.update({node: node.end - node.start - here[node] for node in path})
+
+    def finish():
+        path, whole = running.popleft()
+        more = tree.match(whole).node.path()[len(path):]
+        pins.update(more)
+        bring(more)
+        for node in path + more:
+            pins[node] -= 1
+            if not pins[node]:
+                heapq.heappush(heap, (-following(node), -node.end, id(node), node))
+
+    for path, whole, (prompt, _) in zip(paths, wholes, trace):
+        if len(running) == flight:
+            finish()
+        for node in path:
+            uses[node].popleft()
+        length = sum(here[node] for node in path)  # what is there is a prefix: a child goes before its parent
+        hits += min(length, (len(prompt) - 1) // page_size * page_size)
+        pins.update(path)
+        bring(path)
+        running.append((path, whole))
+    return hits
+
+
+# -------------------------------------------------------------------------------------------------------------------------- tables
+
+def seconds(spent: dict[str, np.ndarray]) -> float:
+    """Of all operations of the tree."""
+    return sum(spent[name].sum() for name in OPERATIONS[:6]) / 1e9
+
+
+def measure(rows: dict, name: str, trace: Trace, page_size: int, pool: int, args) -> None:
+    """Prints the table of one trace and page size."""
+    asked_len, slots = sum(len(prompt) for prompt, _ in trace), slots_for(trace, page_size)
+    best = optimum(trace, page_size, pool, args.flight) / asked_len
+    print(f"\n{name}, page {page_size}: {len(trace):,} requests, {asked_len:,} prompt tokens, a pool of {pool:,}; offline optimum {best:.4f}")
+    print(f"{'':15}{'hit':>7}" + "".join(f"{op:>13}" for op in OPERATIONS) + f"{'s/1k':>9}{'x':>7}")
+    done = {}
+    for row, make in [*rows.items(), *list(rows.items())[:2]]:
+        gc.collect()
+        result = replay(make(page_size, slots), trace, page_size, pool, args.flight, args.queue if row == "ours, all on" else 0)
+        done.setdefault(row, []).append((seconds(result[0]), result))
+    yardstick = min(done["ours, all on"], key=lambda run: run[0])[0]
+    for row, runs in done.items():
+        total, (spent, hit_len, _) = min(runs, key=lambda run: run[0])
+        cells = ["{:.1f}/{:.0f}".format(*np.percentile(ns, (50, 99)) / 1e3) if len(ns) else "-" for ns in spent.values()]
+        print(f"{row:15}{hit_len / asked_len:7.4f}" + "".join(f"{cell:>13}" for cell in cells)
+              + f"{total / len(trace) * 1e3:9.4f}{total / yardstick:7.2f}", flush=True)
+    runs = [total for total, _ in done["ours"]]
+    print(f"ours ran twice, {max(runs) / min(runs) - 1:.0%} apart")
+
+
+def policies(name: str, trace: Trace, page_size: int, pool: int, args) -> None:
+    """Prints the hit rates of every eviction policy, and the share of the prompts' cost that was saved."""
+    asked_len, slots = sum(len(prompt) for prompt, _ in trace), slots_for(trace, page_size)
+    print(f"{name:9}{page_size:5}{optimum(trace, page_size, pool, args.flight) / asked_len:9.4f}", end="", flush=True)
+    for policy in EVICTION:
+        _, hit_len, saved = replay(Ours(page_size, slots, policy), trace, page_size, pool, args.flight)
+        print(f"  {hit_len / asked_len:.4f}/{saved:.4f}", end="", flush=True)
+    print()
+
+
+def sizes(rows: dict) -> None:
+    """Prints us p50 of an evict of one leaf, by the number of leaves."""
+    print(f"\n{'us an evict':15}" + "".join(f"{f'{count:,} leaves':>16}" for count in COUNTS))
+    ours = {f"ours, {policy}": functools.partial(Ours, policy=policy) for policy in EVICTION}
+    rows = ours | {name: make for name, make in rows.items() if not name.startswith("ours")}
+    for name, make in rows.items():
+        line = f"{name:15}"
+        for count in COUNTS:
+            cache, ids = make(1, np.arange(1, 5, dtype=np.int32)), np.arange(4 * count, dtype=np.int32).reshape(count, 4)
+            ids[:, 0] %= 50  # a beginning that many share
+            for row in ids:
+                key = cache.prep(cache.native(row))
+                handle = cache.lock(cache.match(key)[0])
+                cache.insert(key, handle)
+                cache.unlock(handle)
+            spent = []
+            for _ in range(200 if count < 100_000 or name.startswith("ours") else 10):
+                begin = time.thread_time_ns()
+                cache.evict(3)
+                spent.append(time.thread_time_ns() - begin)
+            line += f"{np.median(spent) / 1e3:16.1f}"
+        print(line, flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sessions", type=int, default=300, help="chat sessions")
-    parser.add_argument("--turns", type=int, default=6, help="turns a session")
-    parser.add_argument("--page-size", type=int, default=1, help="tokens a page")
+    parser.add_argument("--traces", nargs="+", default=list(TRACES), choices=TRACES, metavar="TRACE", help=f"of {', '.join(TRACES)}")
+    parser.add_argument("--pages", nargs="+", type=int, default=[1, 16], metavar="SIZE", help="tokens a page")
+    parser.add_argument("--requests", type=int, help="only the first so many of a trace")
     parser.add_argument("--pool", type=float, default=0.3, help="pool size, as a share of all distinct tokens")
     parser.add_argument("--flight", type=int, default=16, help="requests that run at a time")
-    parser.add_argument("--policy", default="lru", choices=sorted(EVICTION), help="eviction policy; heapify and walk know lru")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--queue", type=int, default=16, help="requests that wait behind the next one, in the row `ours, all on`")
+    parser.add_argument("--policy", default="lru", choices=sorted(EVICTION), help="of ours; the others run lru")
+    parser.add_argument("--sglang", metavar="FOLDER", help="measure SGLang's caches, from an unpacked wheel")
+    parser.add_argument("--mini-sglang", metavar="FOLDER", help="measure mini-sglang's cache")
+    parser.add_argument("--policies", action="store_true", help="hit rates of all policies instead of times")
+    parser.add_argument("--sizes", action="store_true", help="cost of an evict by the size of the tree instead")
     args = parser.parse_args()
-
-    trace = chat_trace(args.seed, args.sessions, args.turns)
-    everything = Tree(args.page_size)
-    for _, whole in trace:
-        everything.insert(whole, np.zeros(len(whole), np.int32))
-    slots = int(everything.total * args.pool)
-    asked_len = sum(len(prompt) for prompt, _ in trace)
-    print(f"{len(trace)} requests, {asked_len} prompt tokens, {everything.total} distinct tokens, a pool of {slots} slots, "
-          f"page size {args.page_size}, {args.flight} at a time, seed {args.seed}")
-    rows = [("ours", Tree, key_bytes), ("list", Tree, np.ndarray.tolist), ("loop", LoopTree, warm_key)]
-    if args.policy == "lru":
-        rows += [("heapify", HeapifyTree, key_bytes), ("walk", WalkTree, key_bytes)]
-    print(f"\n{'us a request':14}" + "".join(f"{name:>9}" for name in OPERATIONS) + f"{'sum':>9}{'x ours':>9}")
-    replay(Tree(args.page_size, args.policy), trace[:200], slots, args.flight, key_bytes)  # warms numpy up
-    rows = [(name, *replay(kind(args.page_size, args.policy), trace, slots, args.flight, convert))
-            for name, kind, convert in [*rows, rows[0]]]
-    ours = min(sum(spent.values()) for name, spent, _ in rows if name == "ours")
-    done = rows[0][2]
-    for name, spent, result in rows:
-        assert result == done, f"{name} hit and evicted {result}, ours {done}"
-        total = sum(spent.values())
-        print(f"{name:14}" + "".join(f"{spent[op]:9.1f}" for op in OPERATIONS) + f"{total:9.1f}{total / ours:9.1f}")
-    print(f"\nhit rate {done[0] / asked_len:.4f}, {done[1]} tokens evicted, the same in every row")
+    rows = {"ours": functools.partial(Ours, policy=args.policy), "ours, all on": functools.partial(OursWaiting, policy=args.policy)}
+    try:
+        rows |= sglang(args.sglang) if args.sglang else {}
+        rows |= mini_sglang(args.mini_sglang) if args.mini_sglang else {}
+    except ValueError as error:
+        parser.error(str(error))
+    if args.sizes:
+        return sizes(rows)
+    if args.policies:
+        print("share of the prompt tokens that were hits / of the prompts' cost that was saved, by eviction policy")
+        print(f"{'trace':9}{'page':>5}{'optimum':>9}" + "".join(f"{policy:>15}" for policy in EVICTION))
+    for name in args.traces:
+        trace = TRACES[name]()[: args.requests]
+        pool = int(distinct_len(trace) * args.pool)
+        for page_size in args.pages:
+            policies(name, trace, page_size, pool, args) if args.policies else measure(rows, name, trace, page_size, pool, args)
 
 
 if __name__ == "__main__":

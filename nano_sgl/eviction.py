@@ -14,17 +14,17 @@ value first. A *ring* is a linked list through the nodes themselves, `before` an
     rules     a heap with lazy deletion, O(log n): mru, fifo, filo, lfu, slru, priority            (`Heap`)
     cost      a ring for every kind of leaf; the heads of the rings compete                        (`Cost`)
 
-`cost` asks what a slot will save: how much its token costs to compute again, times how likely it is to be used again, over how long that
-may take. The likelihood is learned as the engine runs: leaves at the same depth, with as many hits, fare alike. In a chat of eight turns,
-where lru keeps what was said last, `cost` finds out that after the eighth nobody comes back.
+`cost` asks what a slot will save: what its token costs to compute again, times how likely it is to be used again, over how long that may
+take. The likelihood is learned as the engine runs: leaves at the same depth, with as many hits, fare alike. Where every chat has eight
+turns, lru keeps what was said last, and `cost` finds out that after the eighth nobody comes back.
 
-Invariants: `victims` yields unlocked leaves only, and each costs the same whatever the size of the tree. A parent never goes before its
-child, so output, which hangs below its prompt, goes before it. `check` proves the links.
+Invariants: `victims` yields unlocked leaves only. A parent never goes before its child, so output, which hangs below its prompt, goes
+before it. What a victim costs does not depend on the size of the tree; a void entry of a heap is thrown out once. `check` proves the links.
 
 The seam is `EVICTION`, by the decorator `eviction`: a class of its own, or a function of a leaf.
 
 Stops holding: a value that changes while a leaf waits in the heap. A rule may use only what the tree changes with an event. And `cost`
-can only tell apart what differs in depth or hits: where these say nothing about the future, it is an lru by another name.
+only tells apart what differs in depth or hits: where these say nothing about the future (chats of any length), it does what lru does.
 
 Source: lru, lfu, fifo are folklore; slru is Karedla's (et al. 1994); leaf first is RadixAttention's (Zheng et al. 2024). `cost` puts
 together the worth over the age of hyperbolic caching (Blankstein et al. 2017), the kinds and their rates of least hit density (Beckmann
@@ -33,15 +33,16 @@ et al. 2018), and the price of a miss of GreedyDual-Size-Frequency (Cherkasova 1
 
 from __future__ import annotations
 
+import collections
 import heapq
 from collections.abc import Callable, Iterator
 from typing import Any
 
-SLRU_THRESHOLD = 2        # requests that must have used a node before slru protects it
+SLRU_THRESHOLD = 2         # requests that must have used a node before slru protects it
 ATTENTION_PARITY = 24_576  # tokens before it that make a token's attention as dear as its matrix products: 6 x hidden size, here 4,096
-MAX_LEVEL = 32            # nodes on a path, beyond which `cost` tells leaves apart no further
-MEMORY = 4096             # leaves of a kind whose fate is known, after which `cost` counts those so far half
-Node = Any                # a radix.Node: the tree is above
+MAX_LEVEL = 32             # nodes on a path, beyond which `cost` tells leaves apart no further
+MEMORY = 4096              # leaves of a kind whose fate is known, after which `cost` counts those so far half
+Node = Any                 # a radix.Node: the tree is above
 
 
 class Ring:
@@ -357,13 +358,13 @@ class Cost(Order):
         linked = [node for ring in (*self.kinds.values(), self.wanted) for node in ring.nodes()]
         leaves = {node for node in nodes if not node.locks and not node.kids}
         assert len(linked) == len(leaves) and set(linked) == set(self.kind) == leaves, "cost has lost or gained leaves"
-        for kind in self.kinds.values():
-            waiting = sum(other is kind for other in self.kind.values())
-            assert kind.waiting == waiting, f"a kind counts {kind.waiting} leaves and has {waiting}"
+        waiting = collections.Counter(self.kind.values())
+        for name, kind in self.kinds.items():
+            assert kind.waiting == waiting[kind], f"the kind {name} counts {kind.waiting} leaves and has {waiting[kind]}"
 
 
 def _demo() -> None:
-    """Five leaves, and in which order each policy takes them."""
+    """Four leaves, and in which order each policy takes them."""
 
     class Leaf:
         """What a policy may look at."""

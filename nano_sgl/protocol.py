@@ -441,7 +441,7 @@ class Abort(msgspec.Struct, tag=True):
 
 
 class Control(msgspec.Struct, tag=True):
-    """HTTP process -> engine process: one of the engine's own verbs ("stats", "flush_cache", "probe"); answered by a Reply of the
+    """HTTP process -> engine process: one of the engine's own verbs ("stats", "flush_cache", "probe", "tree_view 500 60"); answered by a Reply of the
     same id."""
 
     id: int

@@ -419,7 +419,7 @@ class Tree(Waiting):
                 self._remove(node)
                 if freed >= tokens:
                     break
-        return join(parts)
+        return parts[0] if len(parts) == 1 else join(parts)
 
     def drop(self, node: Node) -> np.ndarray:
         """Takes out a path from its end upwards, as far as nobody locks it and nothing else hangs on it; returns the slots."""

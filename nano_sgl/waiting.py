@@ -69,11 +69,10 @@ class Waiting:
         self._prune(waiter.node)
 
     def lead(self, waiter: Waiter) -> None:
-        """A waiter starts: it waits no more, and will compute the ghosts of its path. Others wait for those that are worth it."""
+        """A waiter starts: it waits no more, and will compute the ghosts of its path. `advance` makes others wait for those that are worth it."""
         waiter.waits = False
         self._count(waiter.node, waiters=-1, leaders=1)
         self._refresh(waiter.node)
-        self.advance(waiter)
 
     def advance(self, leader: Waiter) -> None:
         """Some of what a leader computes has been inserted: find out anew who has to wait for the rest."""

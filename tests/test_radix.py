@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from nano_sgl import radix
-from nano_sgl.eviction import EVICTION, Order, eviction
+from nano_sgl.eviction import EVICTION
 from nano_sgl.radix import Match, Tree, key_bytes, replay_figure_3
 
-POLICIES = ["lru", "mru", "fifo", "filo", "lfu", "slru", "priority"]
+POLICIES = sorted(EVICTION)
 
 
 def ids(*tokens) -> np.ndarray:
@@ -348,24 +348,6 @@ def test_reset_gives_everything_back_once_nothing_is_locked():
 # -- eviction --
 
 
-def test_output_goes_before_the_prompt_it_hangs_below():
-    for policy in POLICIES:
-        tree, pool = Tree(page_size=2, policy=policy), Pool(2)
-        node, _ = put(tree, pool, range(11), prompt_len=7)  # the prompt's last token shares a page with the output
-        assert (node.start, node.end, node.parent.end) == (6, 10, 6)
-        assert tree.evict(1).tolist() == list(range(8, 12))
-        assert tree.match(range(11)).length == 6
-
-
-def test_under_priority_outputs_go_before_prompts():
-    tree, pool = Tree(policy="priority"), Pool()
-    put(tree, pool, [1, 2, 3, 4], prompt_len=2)
-    put(tree, pool, [5, 6, 7, 8], prompt_len=2)
-    put(tree, pool, [9, 10], prompt_len=2, priority=1)
-    gone = [tree.evict(1).tolist() for _ in range(5)]
-    assert gone == [[3, 4], [7, 8], [1, 2], [5, 6], [9, 10]]
-
-
 def test_a_prompt_that_ends_inside_a_node_splits_it():
     tree, pool = Tree(policy="priority"), Pool()
     put(tree, pool, range(10), prompt_len=2)
@@ -382,125 +364,7 @@ def test_a_lock_raises_what_it_uses_as_prompt():
     assert [tree.evict(1).tolist() for _ in range(3)] == [[4], [5, 6], [3]]
 
 
-def test_slru_keeps_what_two_requests_used_through_a_flood():
-    def flood(policy):
-        tree, pool = Tree(policy=policy), Pool()
-        put(tree, pool, range(8))
-        put(tree, pool, range(8))
-        for i in range(100, 140):
-            if tree.total > 24:
-                tree.evict(8)
-            put(tree, pool, [i] * 8)
-        return tree.match(range(8)).length
-
-    assert flood("slru") == flood("lfu") == 8 and flood("lru") == 0
-
-
-VALUES = {  # what goes first is what is smallest: (hits, priority, born, hung, used) of a node, from records kept by the test
-    "lru": lambda r: r["used"], "mru": lambda r: -r["used"], "fifo": lambda r: r["hung"], "filo": lambda r: -r["born"],
-    "lfu": lambda r: (r["hits"], r["used"]), "slru": lambda r: (r["hits"] >= 2, r["used"]),
-    "priority": lambda r: (r["priority"], r["used"]),
-}
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("seed", range(3))
-def test_every_policy_evicts_in_the_order_of_a_sorted_brute_force(policy, seed):
-    rng, tree, pool = random.Random(seed), Tree(policy=policy), Pool()
-    records: dict[tuple, dict] = {}  # of every prefix that was inserted, by its tokens
-    texts = [[]]
-    for clock in range(1, 120):
-        base = rng.choice(texts)[:30]
-        key = base[: rng.randrange(len(base) + 1)] + [rng.randrange(3) for _ in range(rng.randrange(1, 6))]
-        texts.append(key)
-        prompt_len, priority = rng.randrange(len(key) + 1), rng.randrange(3)
-        fresh = any(tuple(key[:n]) not in records for n in range(1, len(key) + 1))
-        put(tree, pool, key, prompt_len=prompt_len, priority=priority)
-        for n in range(1, len(key) + 1):
-            record = records.setdefault(tuple(key[:n]), {"hits": 0, "born": clock, "hung": clock, "priority": -1})
-            record["hits"] += 1
-            record["used"] = clock
-            record["hung"] = clock if fresh else record["hung"]
-            worth = priority + 1 if prompt_len and n <= prompt_len else priority
-            record["priority"] = max(record["priority"], worth)
-    while tree.total:
-        leaves = {}
-        for node in tree.walk():
-            if not node.children:
-                leaves[node] = records[tuple(np.concatenate([up.tokens for up in node.path()]).tolist())]
-        expected = min(leaves, key=lambda node: VALUES[policy](leaves[node]))
-        slots = expected.slots.tolist()
-        assert tree.evict(1).tolist() == slots
-        tree.check()
-
-
-def test_evict_takes_whole_leaves_until_it_has_enough():
-    tree, pool = Tree(), Pool()
-    for i in range(4):
-        put(tree, pool, [i] * 5)
-    assert len(tree.evict(0)) == len(tree.evict(-3)) == 0
-    assert len(tree.evict(6)) == 10 and len(tree.evict(1)) == 5
-    assert len(tree.evict(100)) == 5 and len(tree.evict(100)) == 0
-
-
 # -- the seam --
-
-
-@pytest.fixture
-def toys():
-    """Two toy policies, taken out again afterwards."""
-
-    @eviction("toy-shallow")
-    def shallow(leaf):
-        return leaf.end
-
-    @eviction("toy-random-order")
-    class Unordered(Order):
-        def __init__(self):
-            super().__init__()
-            self.leaves = set()
-
-        def touch(self, chain):
-            if not chain[0].children:
-                self.leaves.add(chain[0])
-
-        def add(self, leaf):
-            self.leaves.discard(leaf.parent)
-
-        def lock(self, chain):
-            self.leaves.discard(chain[0])
-
-        def bare(self, node):
-            self.leaves.add(node)
-
-        def remove(self, leaf):
-            self.leaves.discard(leaf)
-
-        def victims(self):
-            while self.leaves:
-                yield next(iter(self.leaves))
-
-    yield
-    del EVICTION["toy-shallow"], EVICTION["toy-random-order"]
-
-
-def test_a_policy_is_a_function_of_a_leaf(toys):
-    tree, pool = Tree(policy="toy-shallow"), Pool()
-    for key in ([1] * 5, [2] * 3, [1] * 5 + [3] * 4, [4] * 6):
-        put(tree, pool, key)
-    assert [len(tree.evict(1)) for _ in range(4)] == [3, 6, 4, 5]
-
-
-def test_a_policy_can_be_an_order_of_its_own(toys):
-    tree, pool, rng = Tree(policy="toy-random-order"), Pool(), random.Random(0)
-    for _ in range(100):
-        put(tree, pool, [rng.randrange(3) for _ in range(rng.randrange(1, 12))])
-    handle = tree.lock(tree.match([0, 1, 2]))
-    total = tree.total
-    assert len(tree.evict(10_000)) == total - handle.end
-    tree.check()
-    with pytest.raises(ValueError, match="eviction policy 'toy' is unknown, expected one of .*toy-shallow"):
-        Tree(policy="toy")
 
 
 # -- what it costs, in lines of radix.py that are run --
@@ -550,15 +414,6 @@ def test_the_cost_of_a_compare_does_not_grow_with_the_key():
         return [lines_run(action) for action in actions]
 
     assert costs(16) == costs(40_000)
-
-
-def test_void_entries_do_not_fill_the_heap():
-    tree = Tree(policy="lfu")
-    node, _ = tree.insert(range(4), range(4))
-    for _ in range(1000):
-        tree.unlock(tree.lock(node))
-    assert len(tree.order.heap) < 100
-    tree.check()
 
 
 # -- refusals --
