@@ -32,6 +32,7 @@ from __future__ import annotations
 import codecs
 import json
 import logging
+import re
 import time
 import uuid
 from collections.abc import Mapping
@@ -139,7 +140,7 @@ class TreeQuery(msgspec.Struct, kw_only=True):
 
 def read_query(given: Mapping[str, str], kind: type) -> Any:
     """The parameters behind a URL's question mark as a `kind`. RequestError says which is wrong."""
-    return convert({name: int(value) if value.isdecimal() and len(value) < 10 else value for name, value in given.items()}, kind)
+    return convert({name: int(value) if re.fullmatch(r"-?\d{1,18}", value) else value for name, value in given.items()}, kind)
 
 
 def read_json(raw: bytes) -> dict:

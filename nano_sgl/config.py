@@ -98,6 +98,12 @@ class EngineConfig:
                 raise ValueError(f"{name} is {value!r}, expected an address such as tcp://127.0.0.1:5557 or ipc:///path/to/a/socket")
         if self.kv_events_endpoint is None and (self.kv_events_replay_endpoint or self.kv_events_topic):
             raise ValueError("kv_events_replay_endpoint and kv_events_topic are for events that are published: give kv_events_endpoint as well")
+        if self.disable_radix_cache and self.schedule_policy in POLICIES and POLICIES[self.schedule_policy].needs_tree:
+            raise ValueError(f"schedule_policy {self.schedule_policy!r} orders by the radix cache, which is disabled; use fcfs")
+        if self.disable_radix_cache and self.radix_eviction_policy != "lru":
+            raise ValueError(f"radix_eviction_policy is {self.radix_eviction_policy!r}, but the radix cache is disabled: leave one of them out")
+        if self.priority_scheduling_preemption_threshold != 10 and self.schedule_policy != "priority":
+            raise ValueError("priority_scheduling_preemption_threshold is for schedule_policy priority: give that as well")
         if self.disable_radix_cache and (self.kv_events or self.kv_events_endpoint):
             raise ValueError("kv_events tell what the radix cache holds, which is disabled: leave one of them out")
 

@@ -501,7 +501,7 @@ class Engine:
         s = self.scheduler
         chosen = {"dtype": str(self.model.dtype).removeprefix("torch."), "device": self.device, "context_length": self.context_len,
                   "max_running_requests": s.max_running, "max_total_tokens": s.slots.capacity, "chunked_prefill_size": s.token_budget,
-                  "attention_backend": self.attention_backend, "threads": torch.get_num_threads()}
+                  "attention_backend": self.attention_backend, "threads": torch.get_num_threads(), "schedule_policy": s.policy_name}
         return {**asdict(self.config), **chosen}
 
     def stats(self) -> dict:

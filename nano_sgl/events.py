@@ -54,6 +54,7 @@ log = logging.getLogger("nano_sgl")
 
 RING_BYTES = 64 << 20
 UNSENT_BATCHES = 10_000  # a subscriber that is further behind misses some, and sees that by their numbers
+LAST_NUMBER = 2**62  # there will never be as many
 END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 
 
@@ -191,7 +192,7 @@ def _replay(ring: Ring, sock: zmq.Socket) -> None:
             if len(start) != 8:
                 log.warning("a replay of KV events was asked for with %d bytes, expected a sequence number of 8", len(start))
                 continue
-            for seq, message in ring.since(int.from_bytes(start, "big")):
+            for seq, message in ring.since(min(int.from_bytes(start, "big"), LAST_NUMBER)):
                 sock.send_multipart((*route, seq.to_bytes(8, "big"), message))
             sock.send_multipart((*route, END_OF_REPLAY, b""))
 

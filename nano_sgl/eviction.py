@@ -259,16 +259,16 @@ def priority(leaf: Node) -> tuple[int, int]:
 class Kind(Ring):
     """Leaves that fare alike, least recently used first; how many they are, and how many of the earlier ones were used again or lost."""
 
-    __slots__ = ("waiting", "used", "lost")
+    __slots__ = ("leaves", "used", "lost")
 
     def __init__(self) -> None:
         super().__init__()
-        self.waiting, self.used, self.lost = 0, 0.0, 0.0
+        self.leaves, self.used, self.lost = 0, 0.0, 0.0
 
     @property
     def chance(self) -> float:
         """That one is used again. Those that wait count as not used: a kind that only ever grows is soon found out."""
-        return (self.used + 1) / (self.used + self.lost + self.waiting + 1)
+        return (self.used + 1) / (self.used + self.lost + self.leaves + 1)
 
     def count(self, used: bool) -> None:
         """One was used again, or else lost."""
@@ -298,7 +298,7 @@ class Cost(Order):
         kind = self.kinds.get(name)
         if kind is None:
             kind = self.kinds[name] = Kind()
-        kind.waiting += 1
+        kind.leaves += 1
         self.kind[leaf] = kind
         self.link(leaf, before=kind)
 
@@ -307,7 +307,7 @@ class Cost(Order):
         kind = self.kind.pop(node, None)
         if kind is not None:
             self.unlink(node)
-            kind.waiting -= 1
+            kind.leaves -= 1
             if not (used and node is self.latest):  # a request that locks what it has just inserted is no second one
                 kind.count(used)
 
@@ -344,6 +344,10 @@ class Cost(Order):
     def victims(self) -> Iterator[Node]:
         while self.kind:
             heads = []
+            for _ in range(2):  # by and by all of them: is it still waited for?
+                if (leaf := self.wanted.after) is not self.wanted:
+                    self.unlink(leaf)
+                    self.link(leaf, before=self.wanted if leaf.waiters else self.kind[leaf].after)
             for kind in self.kinds.values():
                 while (leaf := kind.after) is not kind and leaf.waiters:
                     self.unlink(leaf)
@@ -360,7 +364,7 @@ class Cost(Order):
         assert len(linked) == len(leaves) and set(linked) == set(self.kind) == leaves, "cost has lost or gained leaves"
         waiting = collections.Counter(self.kind.values())
         for name, kind in self.kinds.items():
-            assert kind.waiting == waiting[kind], f"the kind {name} counts {kind.waiting} leaves and has {waiting[kind]}"
+            assert kind.leaves == waiting[kind], f"the kind {name} counts {kind.leaves} leaves and has {waiting[kind]}"
 
 
 def _demo() -> None:

@@ -68,7 +68,7 @@ class LLM:
     # -- what a user calls -----------------------------------------------------------------------------------------------------------
 
     def generate(self, prompts: Prompt | Sequence[Prompt], params: Params | Sequence[Params] = None, *, cache_salt: str | None = None,
-                 priority: int = 0, progress: bool | None = None) -> Output | list[Output]:
+                 priority: int = 0, routing_key: str | None = None, progress: bool | None = None) -> Output | list[Output]:
         """Complete prompts (text, or token ids). One prompt gives one Output, a list a list in the same order; `n` samples of a prompt are
         neighbours in the list, told apart by `index`.
 
@@ -76,7 +76,7 @@ class LLM:
         RequestError where a request cannot be served; none has been started then.
         """
         single = _is_single(prompts)
-        requests = self._requests([prompts] if single else prompts, params, cache_salt, priority, stream=False)
+        requests = self._requests([prompts] if single else prompts, params, cache_salt, priority, routing_key, stream=False)
         outputs = self._collect(requests, progress if progress is not None else None if len(requests) > 1 else False)
         return outputs[0] if single and len(outputs) == 1 else outputs
 
@@ -163,7 +163,8 @@ class LLM:
         except (TypeError, UnicodeError) as error:
             raise RequestError(f"a prompt is text (valid Unicode) or a list of token ids, got {show(prompt)}", "prompt") from error
 
-    def _requests(self, prompts: Sequence[Prompt], params, cache_salt: str | None = None, priority: int = 0, *, stream: bool) -> list[Request]:
+    def _requests(self, prompts: Sequence[Prompt], params, cache_salt: str | None = None, priority: int = 0, routing_key: str | None = None, *,
+                  stream: bool) -> list[Request]:
         """The requests of a call, all of them valid."""
         each = list(params) if isinstance(params, (list, tuple)) else [params] * len(prompts)
         if len(each) != len(prompts):
@@ -174,7 +175,7 @@ class LLM:
             ids = self._ids(prompt)
             for index in range(max(p.n, 1)):
                 requests.append(Request(rid=secrets.token_hex(8), prompt_ids=ids, params=p, index=index, stream=stream, priority=priority,
-                                        namespace=cache_salt or ""))
+                                        namespace=cache_salt or "", routing_key=routing_key))
                 if index == 0:
                     self.engine.validate(requests[-1])
         return requests

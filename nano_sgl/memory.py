@@ -241,6 +241,11 @@ class Rows:
         for rows in self._limbo.commit(step):
             self._free.extend(rows.tolist())
 
+    @property
+    def in_limbo(self) -> bool:
+        """Whether rows wait for a step in flight."""
+        return bool(self._limbo)
+
     def idle_rows(self) -> set[int]:
         """For the audit: rows on the free list or in limbo."""
         return set(self._free) | set(self._limbo.contents().tolist())

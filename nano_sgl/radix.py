@@ -35,7 +35,6 @@ After SGLang's RadixAttention (Zheng et al. 2024, section 3); the radix tree is 
 
 from __future__ import annotations
 
-import heapq
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
@@ -496,8 +495,8 @@ class Tree(Waiting):
                 child = self._split(child, self._common(child.key, key, at, end) // TOKEN_BYTES)
             node, at = child, at + len(child.key)
         waiter = Waiter(node, arrival, request)
-        heapq.heappush(node.line, (arrival, next(self._ticks), waiter))
         self._count(node, waiters=1)
+        self._join(node, arrival, waiter)
         self._refresh(node)
         return waiter
 

@@ -209,6 +209,7 @@ class Scheduler:
         self.token_budget, self.max_running, self.reserve, self.cache = token_budget, max_running, reserve, cache
         self.page = slots.page_size
         self.max_total_len = min(context_len, slots.capacity)
+        self.policy_name = schedule_policy
         self.policy, self.preempts, self.preempt_above = POLICIES[schedule_policy], schedule_policy == "priority", preempt_above
         tree.weighs = schedule_policy == "dfs-weight"
         self.waiting_timeout, self.running_timeout, self.clock = waiting_timeout, running_timeout, clock
@@ -224,7 +225,7 @@ class Scheduler:
         self._writes = Writes()           # for the next step that is launched
         self._suspects: set[Req] = set()
         self._published: set[Req] = set()  # this pass; their new nodes have no KV yet, so they are nobody's victims
-        self._blocked = (0, -1)           # admission found the pool full: look again at this step, or when `_events` has moved on
+        self._full_until = (0, -1)        # admission found no place: look again at this step, or when `_events` has moved on
         self._events = 0
         self._layout_key: tuple = ()
         self._layout: tuple[list[int], list[tuple[int, int, int, int]]] = ([], [])
@@ -310,7 +311,7 @@ class Scheduler:
         return self._launch(plan, [req for req in started if req in plan])
 
     def _plan_decodes(self, plan: dict[Req, int]) -> None:
-        rows = [r for r in self.running if r.launchable and r.seq_len - r.computed_len == 1]
+        rows = [r for r in self.running if r.launchable and r.seq_len - r.computed_len == 1 and r.place is None]
         missing = [self._missing(r, r.known_len + self.reserve) for r in rows]
         slots = self._alloc(sum(missing))
         if slots is not None:  # all at once, the common case
@@ -321,11 +322,12 @@ class Scheduler:
                 plan[req] = 1
             return
         for req in sorted(rows, key=_dearest_first):  # who is served last is cheap to retract
-            if req.state == "running" and not req.leaving and self._grow(req, req.known_len + self.reserve):
+            if req.state == "running" and not req.leaving and self._make_room(req, req.known_len + self.reserve):
+                self._grow(req, req.known_len + self.reserve)
                 plan[req] = 1
 
     def _plan_chunks(self, plan: dict[Req, int], budget: int) -> int:
-        for req in [r for r in self.running if r.launchable and r not in plan and r.seq_len - r.computed_len > 1]:
+        for req in [r for r in self.running if r.launchable and (r.seq_len - r.computed_len > 1 or r.place is not None)]:
             if budget < self.page:
                 break
             if req.state == "running":
@@ -334,13 +336,18 @@ class Scheduler:
 
     def _plan_prefill(self, req: Req, budget: int, plan: dict[Req, int]) -> int:
         """Extend a request whose next tokens are all known by up to `budget` of them; returns how many."""
-        if self.cache:
-            self._adopt(req)
-        upto = min(req.computed_len + budget, req.seq_len)
-        if upto < req.seq_len:
-            upto -= upto % self.page  # a chunk ends with a page, so that all of it can enter the tree
-        if upto <= req.computed_len or not self._grow(req, req.known_len + self.reserve if upto == req.seq_len else upto):
-            return 0
+        retractions = None
+        while retractions != self.counters.retractions:  # who was retracted may have left in the tree what comes next here
+            if self.cache:
+                self._adopt(req)
+            upto = min(req.computed_len + budget, req.seq_len)
+            if upto < req.seq_len:
+                upto -= upto % self.page  # a chunk ends with a page, so that all of it can enter the tree
+            columns = req.known_len + self.reserve if upto == req.seq_len else upto
+            retractions = self.counters.retractions
+            if upto <= req.computed_len or not self._make_room(req, columns):
+                return 0
+        self._grow(req, columns)
         if self.cache:
             self._publish(req, upto)
             self._lead(req)
@@ -438,36 +445,36 @@ class Scheduler:
         self.running_keys = collections.Counter(r.request.routing_key for r in self.running)
         yield from self.policy.pick(self)
 
-    def _has_place(self, budget: int) -> bool:
-        return budget >= self.page and self.rows.available > 0 and len(self.running) < self.max_running \
-            and not (self._suspects and any(r.suspect for r in self.running))
+    @property
+    def _rows_are_full(self) -> bool:
+        return not self.rows.available or len(self.running) >= self.max_running
+
+    @property
+    def _memory_is_coming(self) -> bool:
+        """Whether somebody is on his way out: slots and rows follow when the steps that hold them have landed."""
+        return self.slots.in_limbo or self.rows.in_limbo or any(r.leaving for r in self.running)
 
     def _admit(self, plan: dict[Req, int], budget: int) -> list[Req]:
         """Start waiting requests; returns those that got a row."""
         started: list[Req] = []
-        if not self.waiting or self.step < self._blocked[0] and self._events == self._blocked[1]:
+        nothing_new = self.step < self._full_until[0] and self._events == self._full_until[1]
+        if not self.waiting or nothing_new or self._rows_are_full and not self.preempts:
             return started
-        if not self._has_place(budget):
-            full = not self.rows.available or len(self.running) >= self.max_running
-            if self.preempts and full and not self._suspects:
-                self._preempt(next(self._candidates(), None))
-            if not self._has_place(budget):
-                return started
         promised = sum(self._still_needed(r) for r in self.running)
         for req in self._candidates():
-            if not self._has_place(budget) or req.suspect and self.running:
+            if budget < self.page or self._suspects and any(r.suspect or req.suspect for r in self.running):
                 break
-            namespace = req.request.namespace
-            node = self._lock(req, self.tree.parking(req.place.node)) if self.cache else self.tree.root(namespace)
+            node = self._lock(req, self.tree.parking(req.place.node)) if self.cache else self.tree.root(req.request.namespace)
             lacking = lambda: self._expected_columns(req) - node.end + promised - self.slots.available - self.tree.evictable
-            preempted = lacking() > 0 and self.running and self.preempts and self._preempt(req, lacking())
-            if preempted:
+            no_place = lambda: self._rows_are_full or bool(self.running) and lacking() > 0
+            if no_place() and self.preempts and not self._memory_is_coming:
+                self._preempt(req, lacking())
                 promised = sum(self._still_needed(r) for r in self.running)
-            if lacking() > 0 and self.running:
+            if no_place():
                 if self.cache:
                     self.tree.unlock(node)
-                if not preempted:
-                    self._blocked = (self.step + RETRY_ADMISSION, self._events)
+                if not self._memory_is_coming:
+                    self._full_until = (self.step + RETRY_ADMISSION, self._events)
                 break
             self._start(req, node)
             used = self._plan_prefill(req, budget, plan)
@@ -480,27 +487,29 @@ class Scheduler:
             promised += self._still_needed(req)
         return started
 
-    def _preempt(self, req: Req | None, missing: int = 0) -> bool:
-        """Retract running requests for a waiting one of clearly higher priority, the least of them first, if that gives it a row and the
-        `missing` slots; it starts when their memory has landed. Their KV stays in the tree. Returns whether it may hope so."""
-        if req is None or any(r.leaving for r in self.running):
-            return req is not None
-        victims, freed = [], 0
+    def _preempt(self, req: Req, lacking: int) -> None:
+        """Retract running requests for one that waits and has a clearly higher priority, the least of them first, if that gives it a row and the
+        slots it lacks. Their KV stays in the tree."""
+        victims: list[Req] = []
+        unlocked: collections.Counter = collections.Counter()  # node -> victims below
         for victim in sorted(self.running, key=_dearest_first, reverse=True):
             if req.request.priority - victim.request.priority <= self.preempt_above:
                 break
-            if victim not in self._published:
-                victims.append(victim)
-                freed += victim.columns
-                if freed >= missing:
-                    break
-        if not victims or freed < missing:
-            return False
-        for victim in victims:
-            victim.retractions += 1
-            self.counters.preemptions += 1
-            self._leave(victim, "queue")
-        return True
+            if victim in self._published:
+                continue
+            victims.append(victim)
+            lacking -= len(victim.own) + self._still_needed(victim)
+            node = victim.node
+            while node.parent is not None:
+                unlocked[node] += 1
+                lacking -= (node.end - node.start) * (unlocked[node] == node.locks)
+                node = node.parent
+            if lacking <= 0:
+                for victim in victims:
+                    victim.retractions += 1
+                    self.counters.preemptions += 1
+                    self._leave(victim, "queue")
+                return
 
     def _start(self, req: Req, node: Node) -> None:
         """A waiting request becomes a row. Its path is locked by now."""
@@ -548,13 +557,10 @@ class Scheduler:
         self._writes.slots(req.row, req.columns, slots)
         req.own.extend(slots.tolist())
 
-    def _grow(self, req: Req, columns: int) -> bool:
-        """Give a row slots for its first `columns` columns. False where it has to sit this step out, or was itself retracted."""
-        while missing := self._missing(req, columns):
-            slots = self._alloc(missing)
-            if slots is not None:
-                self._own(req, slots)
-                return True
+    def _make_room(self, req: Req, columns: int) -> bool:
+        """Retract others until there are slots for a row's first `columns` columns. False where it has to sit this step out, or was itself
+        retracted."""
+        while self._missing(req, columns) > self.slots.available + self.tree.evictable:
             if self.slots.in_limbo or any(r.leaving for r in self.running):
                 return False  # memory is on its way: it comes with the step that holds it
             victims = [r for r in self.running if r not in self._published]
@@ -567,6 +573,11 @@ class Scheduler:
             if victim is req:
                 return False
         return True
+
+    def _grow(self, req: Req, columns: int) -> None:
+        """Give a row the slots that it lacks for its first `columns` columns: there is room."""
+        if missing := self._missing(req, columns):
+            self._own(req, self._alloc(missing))
 
     def _retract(self, req: Req) -> None:
         req.retractions += 1

@@ -92,6 +92,7 @@ GAUGES: dict[str, tuple[str, Callable[[dict], float]]] = {
     "num_queue_reqs": ("Requests that wait for their first step.", lambda stats: stats["waiting"]),
     "num_used_tokens": ("KV slots that running requests hold.", used_tokens),
     "token_usage": ("The same as a share of all KV slots.", lambda stats: used_tokens(stats) / stats["kv_capacity"]),
+    "num_cached_tokens": ("KV slots that the tree holds and nobody uses now.", lambda stats: stats["kv_cached"]),
     "max_total_num_tokens": ("All KV slots.", lambda stats: stats["kv_capacity"]),
     "cache_hit_rate": ("Share of all prompt tokens so far whose KV was in the tree.", hit_rate),
 }
@@ -100,8 +101,10 @@ COUNTERS = {
     "cached_tokens": ("Those whose KV was in the tree.", "cached_tokens"),
     "computed_tokens": ("Tokens that went through the model.", "computed_tokens"),
     "generation_tokens": ("Tokens made.", "output_tokens"),
-    "num_requests": ("Requests that have ended.", "finished"),
+    "num_requests": ("Requests that have ended; n samples of a prompt are n.", "finished"),
     "num_retracted_requests": ("Running requests that were sent back into the queue because memory was short.", "retractions"),
+    "num_preempted_requests": ("Running requests that were sent back into the queue for one of higher priority.", "preemptions"),
+    "evicted_tokens": ("Tokens whose KV was pushed out of the tree.", "evicted_tokens"),
 }
 
 
@@ -389,7 +392,7 @@ def add_error_handlers(app: fastapi.FastAPI, service: Service) -> None:
     @app.exception_handler(HTTPException)
     async def no_route(request: fastapi.Request, error: HTTPException) -> Response:
         where = f"{request.method} {request.url.path[:200]}"
-        messages = {404: f"there is no {where}", 405: f"{where}: this path takes another method"}
+        messages = {404: f"there is no {where}", 405: f"{where}: this path takes {(error.headers or {}).get('Allow', 'another method')}"}
         message = messages.get(error.status_code, str(error.detail))
         response = to_json(error_json(RequestError(message, status=error.status_code)), error.status_code)
         response.headers.update(error.headers or {})

@@ -159,17 +159,24 @@ class Waiting:
                 return item
             node = item
 
+    def _stands(self, node: Node, arrival: int, item: Waiter | Node) -> bool:
+        """Whether an entry of a node's line still holds."""
+        if isinstance(item, Waiter):
+            return item.waits and item.node is node
+        return item.first == arrival and item.parent is node and item.slots is None and not item.blocked
+
     def _clean(self, node: Node) -> None:
         """Throws out what no longer stands at the head of a line."""
         line = node.line
-        while line:
-            arrival, _, item = line[0]
-            if isinstance(item, Waiter):
-                if item.waits and item.node is node:
-                    return
-            elif item.first == arrival and item.parent is node and item.slots is None and not item.blocked:
-                return
+        while line and not self._stands(node, line[0][0], line[0][2]):
             heapq.heappop(line)
+
+    def _join(self, node: Node, arrival: int, item: Waiter | Node) -> None:
+        """Puts a waiter, or a ghost below, into the line of a node; throws out all that no longer stands when that is most of it."""
+        heapq.heappush(node.line, (arrival, next(self._ticks), item))
+        if len(node.line) > 4 * node.waiters + 64:
+            node.line = list({entry[2]: entry for entry in node.line if self._stands(node, entry[0], entry[2])}.values())
+            heapq.heapify(node.line)
 
     def _refresh(self, node: Node) -> None:
         """The line of a node has changed: find its first, and tell the ghosts above as long as theirs changes too."""
@@ -188,7 +195,7 @@ class Waiting:
     def _enter(self, ghost: Node) -> None:
         """Puts a ghost's first into the line of its parent."""
         if not ghost.blocked:
-            heapq.heappush(ghost.parent.line, (ghost.first, next(self._ticks), ghost))
+            self._join(ghost.parent, ghost.first, ghost)
 
     def _park(self, node: Node) -> None:
         """Offers the first of those that are parked at a node to `longest`."""
@@ -220,10 +227,9 @@ class Waiting:
         """Offers a node with slots, or a root, to its parent's `heavy`."""
         if not self.weighs or node.is_ghost:
             return
-        above = node.parent or self._forest
+        above, children = (node.parent, node.parent.children) if node.parent is not None else (self._forest, self.roots)
         heapq.heappush(above.heavy, (-node.waiters, next(self._ticks), node))
-        if len(above.heavy) > 2 * len(above.children or self.roots) + 64:
-            children = self.roots if above is self._forest else above.children
+        if len(above.heavy) > 2 * len(children) + 64:
             above.heavy = [(-child.waiters, next(self._ticks), child) for child in children.values() if child.waiters and not child.is_ghost]
             heapq.heapify(above.heavy)
 
@@ -277,7 +283,7 @@ def _demo() -> None:
     other, cached = Spot("document A", system, 400, False), Spot("document B", system, 400, True)
     for arrival, (above, name) in enumerate([(other, "A: question 1"), (other, "A: question 2"), (cached, "B: question 1"), (root, "a cold prompt")]):
         waiter = Waiter(Spot(name, above, 50, False), arrival, name)
-        heapq.heappush(waiter.node.line, (arrival, next(tree._ticks), waiter))
+        tree._join(waiter.node, arrival, waiter)
         tree._count(waiter.node, waiters=1)
         tree._refresh(waiter.node)
     while waiter := tree.longest():

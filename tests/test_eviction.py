@@ -205,7 +205,7 @@ def test_a_request_that_locks_what_it_has_inserted_is_no_second_use():
     pool.serve([5, 6, 7], [8])
     kinds = pool.tree.order.kinds
     assert sum(kind.used + kind.lost for kind in kinds.values()) == 0
-    assert sum(kind.waiting for kind in kinds.values()) == 2
+    assert sum(kind.leaves for kind in kinds.values()) == 2
     assert pool.serve([1, 2, 3, 4, 9], [10]) == 4
     assert sum(kind.used for kind in kinds.values()) == 1
 
@@ -365,7 +365,7 @@ def _gained(order, node):
 
 def _forgotten(order, node):
     if hasattr(order, "kind"):
-        order.kind[node].waiting += 1
+        order.kind[node].leaves += 1
     else:
         node.used += 1
         node.parent.used -= 1

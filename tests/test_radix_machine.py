@@ -12,7 +12,7 @@ from nano_sgl.radix import Match, Node, Tree, key_bytes
 from nano_sgl.waiting import Waiter
 
 VALUES = {  # the leaf with the smallest value goes first
-    "lru": lambda r: r.used, "mru": lambda r: -r.used, "fifo": lambda r: r.hung, "filo": lambda r: -r.born,
+    "lru": lambda r: r.used, "mru": lambda r: -r.used, "fifo": lambda r: r.born, "filo": lambda r: -r.born,
     "lfu": lambda r: (r.hits, r.used), "slru": lambda r: (r.hits >= 2, r.used), "priority": lambda r: (r.priority, r.used),
 }
 NAMESPACES = st.sampled_from(["", "", "", "a", "b"])
@@ -26,7 +26,7 @@ class Page:
     def __init__(self, slots, step, clock):
         self.slots, self.step = slots, step
         self.hits = self.locks = 0
-        self.born = self.hung = self.used = clock
+        self.born = self.used = clock
         self.priority = -(10**9)
 
 
@@ -79,7 +79,6 @@ class RadixMachine(RuleBasedStateMachine):
             self.pages[namespace, prefix].hits += 1
         for prefix in old + added:
             record = self.pages[namespace, prefix]
-            record.hung = self.clock if fresh else record.hung
             record.used = record.used if record.locks else self.clock
             outputs_only = prompt_len is not None and (prompt_len * 4 - len(start)) // (4 * page) <= 0
             is_prompt = prompt_len is None or len(prefix) <= prompt_len * 4

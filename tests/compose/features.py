@@ -147,7 +147,7 @@ FEATURES = [
             counted="times a running request gave way to one of higher priority", proof=lambda run: run.counted("preemptions")),
     Feature("order by subtree weight", "dw", flags=dict(schedule_policy="dfs-weight", max_running_requests=4), needs_cache=True,
             counted="times a request overtook an earlier one", proof=overtaken),
-    Feature("cost-aware eviction", "co", flags=dict(radix_eviction_policy="cost", max_total_tokens=148), needs_cache=True, counted="tokens evicted",
+    Feature("cost-aware eviction", "co", flags=dict(radix_eviction_policy="cost", max_total_tokens=148), during=expect_little, needs_cache=True, counted="tokens evicted",
             proof=lambda run: run.counted("evicted_tokens")),
     Feature("bfloat16", "bf", flags=dict(dtype="bfloat16"), counted="steps of a model in bfloat16",
             proof=lambda run: len(run.batches) * (str(run.engine.model.dtype) == "torch.bfloat16")),

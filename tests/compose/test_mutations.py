@@ -11,18 +11,18 @@ from pairs import compare, drive, workload
 NTH = 6  # repoints tried: some a request survives (it is retracted, it is aborted, its neighbour's row leads attention to the run they share)
 
 
-def caught(lab, cell, mutate) -> bool:
+def caught(lab, cell, mutate, seed=0) -> bool:
     """Whether the comparison reports a difference for a mutated engine. The mutation must strike, else there is nothing to catch."""
     plain, engine = lab.plain_for(cell), lab.engine(cell, cached=True, fresh=True)
     each_step, struck = mutate(engine)
-    run = drive(engine, workload(cell, plain), cell, plain, audit=False, each_step=each_step)
+    run = drive(engine, workload(cell, plain, seed), cell, plain, audit=False, each_step=each_step)
     return bool(struck and compare(run, plain).differences)
 
 
 @pytest.mark.parametrize("cell", [cell for cell in CELLS if len(cell) == 2 and not apart(*cell)], ids=cell_name)
 def test_a_pair_sees_a_zeroed_slot_and_a_skipped_repoint(lab, cell):
     assert caught(lab, cell, mutations.zero_a_slot)
-    assert any(caught(lab, cell, partial(mutations.skip_a_repoint, nth=n)) for n in range(NTH))
+    assert any(caught(lab, cell, partial(mutations.skip_a_repoint, nth=n), seed) for seed in range(3) for n in range(NTH))
     lab.mutants += 2
 
 
@@ -32,5 +32,6 @@ OTHERS = {mutations.shorten_a_row: (), mutations.keep_an_overrun_token: ("overla
 
 @pytest.mark.parametrize("mutate", OTHERS, ids=lambda mutate: mutate.__name__)
 def test_other_mutations_are_seen(lab, mutate):
-    assert caught(lab, [f for f in FEATURES if f.name in OTHERS[mutate]], mutate)
+    cell = [f for f in FEATURES if f.name in OTHERS[mutate]]
+    assert any(caught(lab, cell, mutate, seed) for seed in range(4))  # who is retracted, and when, is a matter of luck
     lab.mutants += 1
