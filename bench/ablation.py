@@ -291,10 +291,11 @@ def parts_table(rows: list[dict]) -> str:
 def draw(rates: list[dict], found: list[dict], png: str) -> None:
     """Panels a and b of the rates, panel c of the parts; those that were measured."""
     figure = pyplot().figure(figsize=(13, 3.6), layout="constrained")
+    grid = figure.add_gridspec(1, 4)
     percent = [100 * row["hit_rate"] for row in rates]
     panels = [("requests/s", "req_s", "rows a step", "batch"), ("latency, s", "latency", "first token, s", "first")] if rates else []
-    for number, (left, left_key, right, right_key) in enumerate(panels, 1):
-        axis = figure.add_subplot(1, 4, number)
+    for number, (left, left_key, right, right_key) in enumerate(panels):
+        axis = figure.add_subplot(grid[number])
         other = axis.twinx()
         axis.plot(percent, [row[left_key] for row in rates], "C0o-")
         other.plot(percent, [row[right_key] for row in rates], "C1s--")
@@ -302,9 +303,9 @@ def draw(rates: list[dict], found: list[dict], png: str) -> None:
             side.set_ylabel(label, color=color)
             side.set_ylim(bottom=0)
         axis.set_xlabel("cache hit rate, %")
-        axis.set_title("ab"[number - 1], loc="left")
+        axis.set_title("ab"[number], loc="left")
     if found:
-        axis = figure.add_subplot(1, 2, 2)
+        axis = figure.add_subplot(grid[2:])
         names = list(dict.fromkeys(row["workload"] for row in found))
         for number, variant in enumerate(VARIANTS):
             heights = [row["of_full"] for row in found if row["variant"] == variant]
