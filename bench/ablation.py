@@ -312,6 +312,7 @@ def draw(rates: list[dict], found: list[dict], png: str) -> None:
             axis.bar([at + number / (len(VARIANTS) + 1) for at in range(len(names))], heights, 1 / (len(VARIANTS) + 1), label=variant)
         axis.set_xticks([at + 0.36 for at in range(len(names))], [f"{name} {WORKLOADS[name].__name__}" for name in names])
         axis.set_ylabel("throughput, full system = 1")
+        axis.set_ylim(0, 1.35 * max(row["of_full"] for row in found))  # room for the legend
         axis.set_title("c", loc="left")
         axis.legend(fontsize=7, ncols=3)
     figure.savefig(png, dpi=110)
