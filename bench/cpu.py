@@ -48,7 +48,7 @@ def prompts_of(count: int, shared: int, own: int, seed: int, vocab: int) -> list
     return [head + ids(own) for _ in range(count)]
 
 
-def floor_seconds(model, tokens: int, pairs: int, steps: int, bandwidth: float, flops: float) -> float:
+def floor_seconds(model, tokens: int, pairs: int, steps: int, bandwidth: float, flops: float, itemsize: int | None = None) -> float:
     """The least time that a workload could take on this machine, one kind of work after the other.
 
     Prefill: the multiplications of `tokens`, two for each weight but the head's, and of `pairs` (of a token and one that it sees) in attention, at
@@ -60,7 +60,7 @@ def floor_seconds(model, tokens: int, pairs: int, steps: int, bandwidth: float, 
     head = c.vocab_size * c.hidden_size
     total = sum(t.numel() for t in model.parameters().values()) + (0 if c.tied else -head)
     prefill = (2 * (total - head) * tokens + 4 * pairs * c.num_layers * c.num_heads * c.head_dim) / flops
-    return prefill + steps * total * model.dtype.itemsize / bandwidth
+    return prefill + steps * total * (itemsize or model.dtype.itemsize) / bandwidth
 
 
 def main() -> None:

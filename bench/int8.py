@@ -3,8 +3,8 @@
     python bench/int8.py [--model demo] [--repeats 5] [--tokens 6000]
 
 Two engines take turns on the same ids, greedy, no end token: `decode` one stream (49 tokens in, then the time of 128 tokens out), `batch` 16 streams of
-the same shape, `prefill` one prompt of 2,048 tokens. `ratio`: bfloat16's time divided by int8's, median of the pairs (lowest, highest). Perplexity is
-over prose of Python's own documentation (pydoc_data.topics), in windows of 1,000 tokens.
+the same shape, `prefill` one prompt of 2,048 tokens. `ratio`: bfloat16's time divided by int8's, median of the pairs (lowest, highest). In brackets each
+time's share of its floor (cpu.floor_seconds): the weights, of two bytes or of one, read once a step, or a prompt's multiplications in bfloat16. Perplexity is over prose of Python's own documentation (pydoc_data.topics), in windows of 1,000 tokens.
 """
 
 import argparse
@@ -14,7 +14,7 @@ import time
 from pydoc_data.topics import topics
 
 import torch
-from cpu import prompts_of
+from cpu import floor_seconds, gemm_rate, prompts_of, read_bandwidth
 
 from nano_sgl import LLM, SamplingParams
 
@@ -33,6 +33,13 @@ def seconds(llm: LLM, name: str, seed: int) -> float:
     return time.perf_counter() - start
 
 
+def floor(llm: LLM, name: str, itemsize: int, bandwidth: float, flops: float) -> float:
+    """Seconds that a workload takes at least."""
+    _, size, out = WORKLOADS[name]
+    tokens, steps = (size, 0) if out == 1 else (0, out)
+    return floor_seconds(llm.engine.model, tokens, tokens * tokens // 2, steps, bandwidth, flops, itemsize)
+
+
 def perplexity(llm: LLM, ids: list[int], window: int = 1000) -> float:
     params = SamplingParams(temperature=0, max_tokens=0, prompt_logprobs=0)
     outputs = llm.generate([ids[at:at + window] for at in range(0, len(ids), window)], params, progress=False)
@@ -49,12 +56,16 @@ def main() -> None:
     if min(args.repeats, args.tokens - 1) < 1:
         parser.error("--repeats is at least 1, --tokens at least 2")
     engines = {name: LLM(args.model, dtype="bfloat16", quantization=name) for name in (None, "int8")}
-    print(f"{torch.get_num_threads()} threads, torch {torch.__version__}, {args.model}")
+    speed = bandwidth, flops = read_bandwidth(), gemm_rate(torch.bfloat16)
+    print(f"{torch.get_num_threads()} threads, torch {torch.__version__}, {args.model}: reads {bandwidth / 1e9:.1f} GB/s, GEMM {flops / 1e9:.0f} GFLOP/s")
     for name in WORKLOADS:
         pairs = [[seconds(llm, name, seed) for llm in engines.values()] for seed in range(args.repeats + 1)][1:]  # the first warms up
         ratios = sorted(a / b for a, b in pairs)
-        print(f"{name:8} bfloat16 {statistics.median(a for a, _ in pairs):7.3f} s, int8 {statistics.median(b for _, b in pairs):7.3f} s, "
-              f"ratio {statistics.median(ratios):.2f} ({ratios[0]:.2f}-{ratios[-1]:.2f})", flush=True)
+        said = []
+        for label, itemsize, times in zip(("bfloat16", "int8"), (2, 1), zip(*pairs)):
+            taken = statistics.median(times)
+            said.append(f"{label} {taken:7.3f} s ({floor(engines[None], name, itemsize, *speed) / taken:.2f} of the floor)")
+        print(f"{name:8} {', '.join(said)}, ratio {statistics.median(ratios):.2f} ({ratios[0]:.2f}-{ratios[-1]:.2f})", flush=True)
     ids = engines[None].tokenizer.backend_tokenizer.encode("\n\n".join(topics[key] for key in sorted(topics))).ids[:args.tokens]
     plain, small = (perplexity(llm, ids) for llm in engines.values())
     print(f"perplexity over {len(ids)} tokens: bfloat16 {plain:.3f}, int8 {small:.3f}, ratio {small / plain:.4f}")

@@ -1,11 +1,11 @@
 """Eviction: what goes first under every policy, what `cost` learns, what a victim costs, the seam, and what `check` sees."""
 
 import random
-import sys
 
 import numpy as np
 import pytest
 
+from lines import lines_run
 from nano_sgl import eviction as module
 from nano_sgl.eviction import EVICTION, MAX_LEVEL, MEMORY, SLRU_THRESHOLD, Heap, Kind, Order, Ring, eviction
 from nano_sgl.radix import Tree
@@ -227,25 +227,6 @@ def test_levels_and_memory_are_bounded():
 # -- what it costs, in lines of eviction.py that are run --
 
 
-def lines_run(action) -> int:
-    count, file = 0, module.__file__
-
-    def trace(frame, event, argument):
-        nonlocal count
-        if frame.f_code.co_filename != file:
-            return None
-        count += event == "line"
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        action()
-    finally:
-        sys.settrace(before)
-    return count
-
-
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_victim_costs_the_same_in_any_tree_and_so_does_hanging_a_leaf_below_a_locked_path(policy):
     def costs(leaves, depth):
@@ -256,9 +237,9 @@ def test_a_victim_costs_the_same_in_any_tree_and_so_does_hanging_a_leaf_below_a_
             node, _ = tree.insert([i], [3 * leaves + i], below=handle)
             handle = tree.move_lock(handle or tree.root(), node)
         tree.evict(1)  # throws out the void entries of the path, once
-        spent = [lines_run(lambda: tree.evict(1)), lines_run(lambda: tree.insert([1, 2], [0, 1], below=handle))]
+        spent = [lines_run(module, lambda: tree.evict(1)), lines_run(module, lambda: tree.insert([1, 2], [0, 1], below=handle))]
         tree.unlock(handle)
-        return [*spent, lines_run(lambda: tree.evict(1)), lines_run(lambda: tree.evict(1))]  # and the bare parent after its child
+        return [*spent, lines_run(module, lambda: tree.evict(1)), lines_run(module, lambda: tree.evict(1))]  # and the bare parent after its child
 
     small, large = costs(200, 5), costs(5000, 500)
     allowed = 3 if policy != "cost" else 3 * 2 * MAX_LEVEL * 10  # of each kind the head is looked at

@@ -1,11 +1,11 @@
 """The radix tree: what a match finds, what a lock protects, what goes first, what it costs, and what is refused."""
 
 import random
-import sys
 
 import numpy as np
 import pytest
 
+from lines import lines_run
 from nano_sgl import radix
 from nano_sgl.eviction import EVICTION
 from nano_sgl.radix import Match, Tree, key_bytes, replay_figure_3
@@ -370,25 +370,6 @@ def test_a_lock_raises_what_it_uses_as_prompt():
 # -- what it costs, in lines of radix.py that are run --
 
 
-def lines_run(action) -> int:
-    count, file = 0, radix.__file__
-
-    def trace(frame, event, argument):
-        nonlocal count
-        if frame.f_code.co_filename != file:
-            return None
-        count += event == "line"
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        action()
-    finally:
-        sys.settrace(before)
-    return count
-
-
 @pytest.mark.parametrize("policy", POLICIES)
 def test_the_cost_of_an_operation_does_not_grow_with_the_tree(policy):
     def costs(leaves):
@@ -396,7 +377,7 @@ def test_the_cost_of_an_operation_does_not_grow_with_the_tree(policy):
         for i in range(leaves):
             tree.insert([i % 50, 1000 + i, 7], [3 * i, 3 * i + 1, 3 * i + 2])
         key, handle = key_bytes([7, 1007, 7]), []
-        return [lines_run(action) for action in (
+        return [lines_run(radix, action) for action in (
             lambda: tree.match(key), lambda: handle.append(tree.lock(tree.match(key))), lambda: tree.unlock(handle[0]),
             lambda: tree.insert([7, 1007, 7, 9], [0] * 4), lambda: tree.evict(1), lambda: tree.evict(5))]
 
@@ -411,7 +392,7 @@ def test_the_cost_of_a_compare_does_not_grow_with_the_key():
         other = key.copy()
         other[-2] = -1
         actions = (lambda: tree.match(key), lambda: tree.match(other), lambda: tree.insert(other, key))
-        return [lines_run(action) for action in actions]
+        return [lines_run(radix, action) for action in actions]
 
     assert costs(16) == costs(40_000)
 

@@ -20,13 +20,13 @@ def prompts(rng: random.Random, count: int) -> list[list[int]]:
 
 
 def soak(path, count: int, seed: int, **flags) -> None:
-    """`count` requests: they come in waves, some are aborted, some outrank others, steps fail now and then."""
+    """`count` requests: they come in waves, up to some 300 wait, some are aborted, some outrank others."""
     rng = random.Random(seed)
     engine = engines.make(path, max_total_tokens=320, max_running_requests=8, chunked_prefill_size=96, disable_overlap_schedule=seed % 2 == 0, **flags)
     reference, sample = engines.Reference(path), {}
     todo, answers, aborted = list(enumerate(prompts(rng, count))), {}, set()
     while todo or engine.has_work:
-        for number, ids in [todo.pop() for _ in range(min(len(todo), rng.choice([0, 0, 0, 1, 3, 40])))]:
+        for number, ids in [todo.pop() for _ in range(min(len(todo), rng.choice([0, 0, 0, 1, 3, 40]) * (len(engine.scheduler.waiting) < 300)))]:
             request = engines.request(number, ids, engines.params(max_tokens=rng.choice([1, 4, 30]), temperature=0), priority=rng.choice([0, 5, 20]),
                                       namespace=rng.choice(["", "", "", "x"]))
             answers[request.rid] = engines.Answer()

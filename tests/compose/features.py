@@ -21,6 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from nano_sgl.attention import TorchAttention, register_attention
+from nano_sgl.events import BlockRemoved, BlockStored
 from nano_sgl.kernels import QuantizedWeight
 
 
@@ -110,6 +111,24 @@ def hits_in_namespaces(run):
     return hits if run.cached else len(first) - 1
 
 
+def blocks_told(run):
+    """Blocks of which the engine has told that they are stored. Each was gone, or never there, and all that are removed are there."""
+    live, told = set(), 0
+    for batch in run.engine.events.since(0):
+        for event in batch.events:
+            if isinstance(event, BlockStored):
+                assert live.isdisjoint(event.block_hashes) and (event.parent_block_hash is None or event.parent_block_hash in live)
+                live.update(event.block_hashes)
+                told += len(event.block_hashes)
+            elif isinstance(event, BlockRemoved):
+                assert live.issuperset(event.block_hashes)
+                live.difference_update(event.block_hashes)
+            else:
+                live.clear()
+    assert not live, "the cache is empty after a run"
+    return told
+
+
 def steps_in_int8(run):
     """Steps of a model all of whose products are in 8 bits."""
     model = run.engine.model
@@ -149,6 +168,7 @@ FEATURES = [
             counted="times a request overtook an earlier one", proof=overtaken),
     Feature("cost-aware eviction", "co", flags=dict(radix_eviction_policy="cost", max_total_tokens=148), during=expect_little, needs_cache=True, counted="tokens evicted",
             proof=lambda run: run.counted("evicted_tokens")),
+    Feature("KV events", "ev", flags=dict(kv_events=True), needs_cache=True, counted="blocks told of", proof=blocks_told),
     Feature("bfloat16", "bf", flags=dict(dtype="bfloat16"), counted="steps of a model in bfloat16",
             proof=lambda run: len(run.batches) * (str(run.engine.model.dtype) == "torch.bfloat16")),
     Feature("int8", "i8", flags=dict(quantization="int8"), counted="steps of a model with int8 weights", proof=steps_in_int8),
