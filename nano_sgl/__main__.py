@@ -43,6 +43,7 @@ import nano_sgl  # torch comes with the first use of nano_sgl.LLM: flags are rea
 
 from .config import EngineConfig, parse
 from .protocol import ALIASES, RequestError, SamplingParams
+from .radix import draw
 
 NOT_HERE = ("n", "logprobs", "prompt_logprobs", "logprob_start_len")  # sampling parameters whose results a chat could not show
 DEFAULTS = {"max_tokens": None, "temperature": 0.7}  # up to the context; where the model's makers recommend nothing, a little cooler than 1
@@ -147,12 +148,14 @@ class Chat:
             time.sleep(0.005)
 
     def _account(self, last: Any, ids: int, start: float, first: float, stopped: bool) -> str:
-        """The line under an answer. The rate is that of the tokens after the first: the first one waits for the prompt."""
+        """The line under an answer. The rate is that of the tokens after the first: the first one waits for the prompt. The accept length is how many
+        of these a step made, where they were guessed at (docs/speculation.md)."""
         seconds = time.monotonic() - first
         rate = f"{(ids - 1) / seconds:.1f} tok/s, " if ids > 1 and seconds > 0 else ""
         full = "" if last.finish_reason != "length" else ", cut off by max_tokens" if ids == self.given.get("max_tokens", 128) \
             else ", the context is full: /reset begins a new conversation"
-        return (f"[{'stopped after ' if stopped else ''}{ids} token{'s' * (ids != 1)}, {rate}the first after {first - start:.1f} s{full} | "
+        length = f", accept length {last.speculation['spec_accept_length']:.2f}" if last.speculation else ""
+        return (f"[{'stopped after ' if stopped else ''}{ids} token{'s' * (ids != 1)}, {rate}the first after {first - start:.1f} s{length}{full} | "
                 f"prompt {len(last.prompt_ids)} tokens, {last.cached_tokens} of them cached]")
 
     # -- commands --------------------------------------------------------------------------------------------------------------------
@@ -182,7 +185,7 @@ class Chat:
     def tree(self, rest: str) -> None:
         """draw the radix tree: a line for each run of tokens whose KV is in memory"""
         show = lambda ids: repr(self.llm.tokenizer.decode(ids))[1:-1]
-        note(self.llm.engine.scheduler.tree.render(show, width=max(shutil.get_terminal_size().columns - 40, 20)))
+        note(draw(self.llm.engine.scheduler.tree, show, width=max(shutil.get_terminal_size().columns - 40, 20)))
 
     def params(self, rest: str) -> None:
         """show the sampling parameters, or set some: /params temperature=0 max_tokens=50 stop=["\\n"]; `seed=` is back to default"""

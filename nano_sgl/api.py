@@ -431,6 +431,7 @@ class Choice:
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None
         self.cached_tokens = 0
+        self.speculation: dict | None = None
         self.started = False
         self.shown: dict[str, list[msgspec.Raw]] = {}  # the logprobs of a GenerateAnswer, as JSON
         self._offset, self._utf8 = 0, codecs.getincrementaldecoder("utf-8")("replace")
@@ -441,6 +442,7 @@ class Choice:
         self.logprobs += chunk.logprobs or ()
         self.prompt_logprobs += chunk.prompt_logprobs or ()
         self.finish_reason, self.stop_reason, self.cached_tokens = chunk.finish_reason, chunk.stop_reason, chunk.cached_tokens
+        self.speculation = chunk.speculation
 
     def offset_of_next(self, token_id: int) -> int:
         """Characters before a token, in the text of the tokens that were asked about so far."""
@@ -618,7 +620,7 @@ class GenerateAnswer(Answer):
         reason = reasons.get(choice.finish_reason, {"type": choice.finish_reason, "message": "the request was aborted"})
         meta = {"id": choice.request.rid, "finish_reason": reason, "prompt_tokens": len(choice.prompt.ids),
                 "completion_tokens": len(choice.output_ids), "cached_tokens": choice.cached_tokens,
-                "e2e_latency": time.monotonic() - self.start, **choice.shown}
+                "e2e_latency": time.monotonic() - self.start, **(choice.speculation or {}), **choice.shown}
         return {"text": choice.text, "output_ids": choice.output_ids, "meta_info": meta}
 
     def _token(self, token_id: int, logprob: float | None) -> tuple:

@@ -8,15 +8,22 @@ and the common prefix of forty forks then differ only in their items, each "thes
     row 1    |--- A ----|-- B --|-- tail --|       1       B: tokens 0-1, columns 40-60, read once for two
     row 2    |--- A ----|--- tail ---|             2       three tails, one token each
 
-Names: a *column* is a position of a request's KV, a *slot* the place of that KV in the pool (table[row, column]), cols[t] token
+Names: a *column* is a place among a request's KV, a *slot* the place of that KV in the pool (table[row, column]), cols[t] token
 t's own column; a *partial* is (output, log-sum-exp) of one token over one item. A token that one item covers is written directly,
 others are merged: softmax over a union is the parts weighted by exp(lse). Splitting a long run over many programs (split-K),
 prefixes shared at any level of the tree (cascades) and query blocks are one thing, decided by `plan` out of host integers.
 
 Invariant: every (token t, column <= cols[t]) is in exactly one item. The mask, for all cases: token t sees column c iff
-c <= cols[t] and, from column base[t] on (a draft tree), bit c - base[t] of bits[t] is set (its ancestors and itself); a window w
-adds c > cols[t] - w. Items carry upper bounds, which the device clips by cols: lengths that the host does not know yet never
-reach the list.
+c <= cols[t] and, from column base[t] on (a draft tree), bit c - base[t] of bits[t] is set (its ancestors and itself); of these a
+window leaves the last w in the order of the text. Items carry upper bounds, which the device clips by cols: lengths that the host
+does not know yet never reach the list.
+
+A tree's nodes lie in columns base, base + 1, .., parents before children: a node's column does not say how far on in the text it
+is. Its *position*, base + depth, does, and ancestors are bits below its own, so depth is a count of bits:
+
+    column  base+0  +1  +2  +3      D: bits 1011, depth 2, position base + 2
+    node    A ----- B - C           window 3: A, B, D (counted from D's column it would hide A)
+                    '------ D       window 2: B, D, the highest bits
 
 Cost: a column is read once per item and kv head (the query heads of a group share the tile); a partial costs a round trip of
 H x D floats, so a run too short to be worth it is folded into what lies below it. It stops holding where rows of a step are not
@@ -29,7 +36,7 @@ KV), Juravsky et al. 2024 (Hydragen) and Ye et al. 2025 (FlashInfer) on shared p
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -224,9 +231,8 @@ def attention_reference(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.T
     out = torch.zeros(q.shape, dtype=torch.float64)
     group = q.shape[1] // k_cache.shape[1]
     for t in range(q.shape[0]):
-        seen = [c for c in range(int(cols[t]) + 1)
-                if (bits is None or c < base[t] or int(bits[t]) >> int(c - base[t]) & 1)
-                and (not window or c > cols[t] - window)]
+        tree = int(cols[t]) + 1 if base is None else min(int(base[t]), int(cols[t]) + 1)
+        seen = [*range(tree), *(c for c in range(tree, int(cols[t]) + 1) if int(bits[t]) >> c - tree & 1)][-window:]
         if not seen:
             continue
         slots = table[token_rows[t], seen].long()
@@ -326,6 +332,7 @@ class TorchContext:
     cols: np.ndarray
     base: np.ndarray | None
     bits: np.ndarray | None
+    positions: np.ndarray  # [T]: where a token's window ends
     device: torch.device
     calls: dict[int, list[_Call]] = field(default_factory=dict)  # by window
 
@@ -344,12 +351,14 @@ class TorchAttention:
 
     def prepare(self, plan: Plan, table: torch.Tensor, cols: torch.Tensor, base: torch.Tensor | None = None,
                 bits: torch.Tensor | None = None) -> TorchContext:
-        """plan: of this step. table: [R, C] int32. cols: [T], each token's own column. For draft trees base and bits, [T] int64.
+        """plan: of this step. table: [R, C] int32. cols: [T], each token's own column. For draft trees base and bits, [T] int64; base is
+        NO_TREE for other tokens. A tree's columns are read for all of its tokens: what lies there must be finite.
 
         Reads the tensors' values, here and at the first run, so it must happen in stream order: when the worker gets to it.
         """
         base, bits = (None if x is None else x.cpu().numpy() for x in (base, bits))
-        return TorchContext(plan, table.cpu().numpy(), cols.cpu().numpy(), base, bits, table.device)
+        cols = cols.cpu().numpy()
+        return TorchContext(plan, table.cpu().numpy(), cols, base, bits, cols, table.device)
 
     def run(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, ctx: TorchContext, scale: float, window: int = 0,
             softcap: float = 0.0, sinks: torch.Tensor | None = None) -> torch.Tensor:
@@ -409,6 +418,8 @@ class TorchAttention:
 
     def _calls(self, ctx: TorchContext, window: int) -> list[_Call]:
         """Sorts the step's items into dense calls; once a step and window."""
+        if window and ctx.base is not None:
+            ctx = _windowed(ctx, window)
         works = []  # (q_start, q_len, row, kv_start, kv_end, kind)
         items = ctx.plan.items
         single = items[items[:, 1] == 1]
@@ -416,7 +427,7 @@ class TorchAttention:
             cols = ctx.cols[single[:, 0]]
             start, end = single[:, 3], np.minimum(single[:, 4], cols + 1)
             if window:
-                start = np.maximum(start, cols - window + 1)
+                start = np.maximum(start, ctx.positions[single[:, 0]] - window + 1)
             kind = np.zeros_like(start) if ctx.base is None else np.where(end > ctx.base[single[:, 0]], MASKED, FULL)
             columns = (single[:, 0], single[:, 1], single[:, 2], start, end, kind)
             works += [work for work in zip(*(x.tolist() for x in columns)) if work[3] < work[4]]
@@ -492,15 +503,23 @@ def _index(values: np.ndarray, device: torch.device) -> slice | torch.Tensor:
     return torch.from_numpy(values.astype(np.int64)).to(device)
 
 
+def _windowed(ctx: TorchContext, window: int) -> TorchContext:
+    """What layers with a window see: the positions of a tree's tokens, and of their paths the last `window` nodes, the highest bits."""
+    length, bits = np.unpackbits(ctx.bits[:, None].view(np.uint8), axis=1).sum(1, dtype=np.int64), ctx.bits
+    for longer in range(window, 64):
+        bits = np.where(length > longer, bits & bits - 1, bits)
+    return replace(ctx, bits=bits, positions=np.where(ctx.base > ctx.cols, ctx.cols, ctx.base + length - 1))
+
+
 def _visible(ctx: TorchContext, window: int, tokens: np.ndarray, columns: np.ndarray) -> np.ndarray:
     """The mask rule: tokens [n, m], columns [n, C] -> [n, m, C] bool."""
-    cols, columns = ctx.cols[tokens][..., None], columns[:, None]
-    seen = columns <= cols
+    columns = columns[:, None]
+    seen = columns <= ctx.cols[tokens][..., None]
     if ctx.bits is not None:
         node = columns - ctx.base[tokens][..., None]
         seen &= (node < 0) | (ctx.bits[tokens][..., None] >> np.clip(node, 0, 63) & 1).astype(bool)
-    if window:
-        seen &= columns > cols - window
+    if window:  # (a node's column is never below its position: `_windowed` has taken what is too far up its path)
+        seen &= columns > ctx.positions[tokens][..., None] - window
     return seen
 
 
@@ -509,7 +528,7 @@ def _clip(ctx: TorchContext, window: int, q_start: int, q_len: int, row: int, st
     cols = ctx.cols[q_start : q_start + q_len]
     low, high = int(cols.min()), int(cols.max())
     end = min(end, high + 1)
-    start = max(start, low - window + 1) if window else start
+    start = max(start, int(ctx.positions[q_start : q_start + q_len].min()) - window + 1) if window else start
     if start >= end:
         return []
     base = NO_TREE if ctx.base is None else int(ctx.base[q_start : q_start + q_len].min())
@@ -528,8 +547,7 @@ def _clip(ctx: TorchContext, window: int, q_start: int, q_len: int, row: int, st
     return _clip(ctx, window, q_start, part, row, start, end) + rest
 
 
-def _merge_into(out: torch.Tensor, lse: torch.Tensor, where: slice | torch.Tensor, part: torch.Tensor,
-                part_lse: torch.Tensor) -> None:
+def _merge_into(out: torch.Tensor, lse: torch.Tensor, where: slice | torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor) -> None:
     """Merges a partial result into tokens `where` of out [T, H, D] and lse [T, H], which it mutates."""
     old, old_lse = out[where], lse[where]
     weight = torch.sigmoid(part_lse - old_lse).unsqueeze(-1)  # exp(part) / (exp(old) + exp(part))
@@ -562,7 +580,16 @@ def dense_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: tor
 
 
 @jit
-def _attend_columns(acc, best, total, q, cols, base, bits, k_cache, v_cache, table_row, cache_stride, lo, hi, scale, softcap,
+def _bit_count(x):
+    """How many bits of an int64 are set: the sums of 2, of 4 and of 8 neighbours side by side, then that of the bytes."""
+    x = x - (x >> 1 & 0x5555555555555555)
+    x = (x & 0x3333333333333333) + (x >> 2 & 0x3333333333333333)
+    x = x + (x >> 4) & 0x0F0F0F0F0F0F0F0F
+    return (x * 0x0101010101010101 >> 56).to(tl.int32)
+
+
+@jit
+def _attend_columns(acc, best, total, q, cols, positions, base, bits, k_cache, v_cache, table_row, cache_stride, lo, hi, scale, softcap,
                     WINDOW: tl.constexpr, TREE: tl.constexpr, SOFTCAP: tl.constexpr, MASK: tl.constexpr, HEAD_DIM: tl.constexpr,
                     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
     """Online softmax of a query tile over columns lo..hi-1, continuing (acc, best, total); scores are in powers of two."""
@@ -582,7 +609,7 @@ def _attend_columns(acc, best, total, q, cols, base, bits, k_cache, v_cache, tab
                 bit = bits[:, None] >> tl.minimum(tl.maximum(node, 0), 63).to(tl.int64) & 1
                 seen = seen & ((node < 0) | (bit != 0))
             if WINDOW > 0:
-                seen = seen & (column[None, :] > cols[:, None] - WINDOW)
+                seen = seen & (column[None, :] > positions[:, None] - WINDOW)
             scores = tl.where(seen, scores, float("-inf"))
         new_best = tl.maximum(best, tile_max(scores, 1))
         safe = tl.where(new_best == float("-inf"), 0.0, new_best)  # a row that has seen nothing yet: -inf - -inf would be NaN
@@ -621,10 +648,16 @@ def _attend_kernel(q, k_cache, v_cache, table, cols, base, bits, sinks, items, i
         lo = tl.load(item + 3)
         hi = tl.minimum(tl.load(item + 4), tile_max(col, 0) + 1)  # what the host knew only as a bound
         clear = tl.minimum(hi, tile_min(low, 0) + 1)  # columns below are seen by the whole tile
-        tree_base, tree_bits = col, token  # not looked at
+        position, tree_base, tree_bits = col, col, token  # not looked at, but for a window's position
         if TREE:
             tree_base, tree_bits = tl.load(base + token, real, 2147483647), tl.load(bits + token, real, 0)
             clear = tl.minimum(clear, tile_min(tree_base, 0))
+            if WINDOW > 0:
+                length = _bit_count(tree_bits)
+                position = tl.where(tree_base > col, col, tree_base + length - 1)
+                low = tl.where(real, position, 2147483647)
+                for longer in range(WINDOW, 64):  # the last nodes of its path are the highest bits
+                    tree_bits = tl.where(length > longer, tree_bits & (tree_bits - 1), tree_bits)
         if WINDOW > 0:
             lo = tl.maximum(lo, tile_min(low, 0) - WINDOW + 1)
             clear = lo
@@ -634,10 +667,10 @@ def _attend_kernel(q, k_cache, v_cache, table, cols, base, bits, sinks, items, i
         best, total = tl.full((BLOCK_M,), float("-inf"), tl.float32), tl.full((BLOCK_M,), 0.0, tl.float32)
         k_head, v_head = k_cache + kv_head * cache_head_stride, v_cache + kv_head * cache_head_stride
         acc, best, total = _attend_columns(
-            acc, best, total, tile, col, tree_base, tree_bits, k_head, v_head, table_row, cache_stride, lo, clear, scale, softcap,
+            acc, best, total, tile, col, position, tree_base, tree_bits, k_head, v_head, table_row, cache_stride, lo, clear, scale, softcap,
             WINDOW, TREE, SOFTCAP, False, HEAD_DIM, BLOCK_N, BLOCK_D)
         acc, best, total = _attend_columns(
-            acc, best, total, tile, col, tree_base, tree_bits, k_head, v_head, table_row, cache_stride, clear, hi, scale, softcap,
+            acc, best, total, tile, col, position, tree_base, tree_bits, k_head, v_head, table_row, cache_stride, clear, hi, scale, softcap,
             WINDOW, TREE, SOFTCAP, True, HEAD_DIM, BLOCK_N, BLOCK_D)
         if SINKS:
             if out_start < 0:
@@ -772,15 +805,14 @@ class TritonAttention:
         return out
 
 
-def compile_all(target: str, dtype: str, head_dim: int, group: int, tiles=None, tree: bool = False) -> dict:
+def compile_all(target: str, dtype: str, head_dim: int, group: int, tiles=None, tree: bool = False, window: int = 0) -> dict:
     """A model's attention kernels compiled ahead (kernels.compile_ahead), by name: an _attend_kernel a tile, and the merge."""
     block_d, itemsize = max(pow2(head_dim), 16), 4 if dtype == "fp32" else 2
     done = {}
     for tile in tiles or tiles_for(head_dim, group):
         options = attend_config(tile, block_d, itemsize, target.startswith("gfx"))
-        values = dict(GROUP=group, WINDOW=0, TREE=tree, SOFTCAP=False, SINKS=False, HEAD_DIM=head_dim, BLOCK_M=tile)
-        values |= {"BLOCK_D": block_d, "BLOCK_N": options.pop("BLOCK_N"), "sinks": None}
-        values |= {} if tree else {"base": None, "bits": None}
+        values = dict(GROUP=group, WINDOW=window, TREE=tree, SOFTCAP=False, SINKS=False, HEAD_DIM=head_dim, BLOCK_M=tile)
+        values |= {"BLOCK_D": block_d, "BLOCK_N": options.pop("BLOCK_N"), "sinks": None} | ({} if tree else {"base": None, "bits": None})
         done[f"attend {tile}"] = compile_ahead(_attend_kernel, target, dtype, values, **options)
     values = dict(sinks=None, SINKS=False, BLOCK_H=8, BLOCK_D=block_d)
     return done | {"merge": compile_ahead(_merge_kernel, target, dtype, values, num_warps=4)}
@@ -805,8 +837,7 @@ def _demo() -> None:
     print("\ntoken  merges partials")
     for t, segment in enumerate(work.segment.tolist()):
         print(f"{t:5}  {[t + int(shift) for shift in work.shifts[work.seg_first[segment] : work.seg_first[segment + 1]]]}")
-    read = int((work.items[:, 4] - work.items[:, 3]).sum())
-    print(f"\ncolumns read: {read}; without sharing: {sum(bounds)}")
+    print(f"\ncolumns read: {(work.items[:, 4] - work.items[:, 3]).sum()}; without sharing: {sum(bounds)}")
     cols = torch.cat([torch.arange(length, length + n) for length, n in zip(lengths, q_lens)])
     q, caches = torch.randn(len(cols), heads, dim), torch.randn(2, 401, kv_heads, dim)
     backend = ATTENTION["torch"](heads, kv_heads, dim)

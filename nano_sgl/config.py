@@ -38,6 +38,7 @@ from .protocol import Range
 from .radix import MAX_PAGE_SIZE
 
 ATTENTION_BACKENDS = ("torch", "cpp", "triton")  # attention.ATTENTION
+SPECULATION = ("ngram", "radix", "ngram+radix")  # of spec.DRAFTERS; LLM takes whatever is registered, and joins it by +
 DEVICE = r"auto|cpu|cuda(:\d+)?"
 TOKENS = Range(1, 2**31, integer=True, optional=True)
 ROOM = TOKENS._replace(low=2)  # for a prompt of one token and what it samples
@@ -78,6 +79,17 @@ class EngineConfig:
                                          within=SECONDS)
     running_timeout: float | None = flag(None, "seconds after its start in which a request must end, or is ended; none by default",
                                          within=SECONDS)
+    speculative_algorithm: str | None = flag(None, "who guesses how a text goes on, so that a step makes several tokens; nobody by default",
+                                             SPECULATION)
+    speculative_num_draft_tokens: int = flag(8, "guesses a request drafts in a step at most", within=Range(1, 63, integer=True))
+    speculative_eagle_topk: int | None = flag(None, "guesses at one place at most; 1 drafts chains; by default 4, for rejection 1",
+                                              within=Range(1, 16, integer=True, optional=True))
+    speculative_draft_length: str = flag("adaptive", "adaptive drafts as many guesses as pay off on this machine, down to none; fixed all there are",
+                                         ("adaptive", "fixed"))
+    speculative_acceptance: str = flag("target", "target samples at each guess, and keeps the text that there would be without guesses; rejection "
+                                                 "keeps its distribution", ("target", "rejection"))
+    speculative_ngram_max_match_window_size: int = flag(8, "last tokens that ngram looks for at most", within=Range(1, 64, integer=True))
+    speculative_ngram_min_match_window_size: int = flag(2, "last tokens that it must find again", within=Range(1, 64, integer=True))
     kv_events: bool = flag(False, "record which blocks of KV are stored and removed, for readers in this process")
     kv_events_endpoint: str | None = flag(None, "ZeroMQ address to publish them at, such as tcp://127.0.0.1:5557; none by default")
     kv_events_replay_endpoint: str | None = flag(None, "address where subscribers get what they missed, as far as it is kept; none by default")
@@ -85,7 +97,7 @@ class EngineConfig:
 
     def __post_init__(self):
         check(self)
-        for name in ("dtype", "quantization"):
+        for name in ("dtype", "quantization", "speculative_draft_length", "speculative_acceptance"):
             value, choices = getattr(self, name), type(self).__dataclass_fields__[name].metadata["choices"]
             if value is not None and value not in choices:
                 raise ValueError(f"{name} is {value!r}, expected {'one of ' * (len(choices) > 1)}{', '.join(choices)}")
@@ -104,8 +116,25 @@ class EngineConfig:
             raise ValueError(f"radix_eviction_policy is {self.radix_eviction_policy!r}, but the radix cache is disabled: leave one of them out")
         if self.priority_scheduling_preemption_threshold != 10 and self.schedule_policy != "priority":
             raise ValueError("priority_scheduling_preemption_threshold is for schedule_policy priority: give that as well")
+        self._check_speculation()
         if self.disable_radix_cache and (self.kv_events or self.kv_events_endpoint):
             raise ValueError("kv_events tell what the radix cache holds, which is disabled: leave one of them out")
+
+    def _check_speculation(self):
+        names = (self.speculative_algorithm or "").split("+")
+        given = [f.name for f in fields(self) if f.name.startswith("speculative_") and getattr(self, f.name) != f.default]
+        if self.speculative_algorithm is None and given:
+            raise ValueError(f"{given[0]} is for speculation: give speculative_algorithm as well")
+        if "ngram" not in names and (of_ngram := [name for name in given if "ngram" in name and name != "speculative_algorithm"]):
+            raise ValueError(f"{of_ngram[0]} is for ngram, but speculative_algorithm is {self.speculative_algorithm!r}: leave it out")
+        if self.speculative_ngram_min_match_window_size > self.speculative_ngram_max_match_window_size:
+            raise ValueError(f"speculative_ngram_min_match_window_size is {self.speculative_ngram_min_match_window_size}, "
+                             f"more than speculative_ngram_max_match_window_size, which is {self.speculative_ngram_max_match_window_size}")
+        if "radix" in names and self.disable_radix_cache:
+            raise ValueError("speculative_algorithm radix takes its guesses from the radix cache, which is disabled: leave one of them out")
+        if self.speculative_acceptance == "rejection" and ((self.speculative_eagle_topk or 1) > 1 or len(names) > 1):
+            raise ValueError("speculative_acceptance rejection is for one chain of guesses, not for a tree: leave speculative_eagle_topk and + out, "
+                             "or take target")
 
 
 @dataclass(frozen=True)

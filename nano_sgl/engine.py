@@ -34,29 +34,31 @@ import contextlib
 import heapq
 import itertools
 import logging
+import math
 import os
 import queue
 import secrets
 import threading
+import time
 import traceback
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import NoReturn
 
 import numpy as np
 import torch
 
-from . import attention, sampling, weights
+from . import attention, sampling, spec, weights
 from .memory import KVPool, Packed, Rows, SlotAllocator
 from .config import EngineConfig
 from .eviction import EVICTION
 from .events import KVEvents
 from .model import ForwardBatch, Model, ModelConfig, load
 from .protocol import Chunk, Logprob, Request, SamplingParams, derive_seed
-from .radix import Node, Tree
+from .radix import Node, Tree, draw
 from .policies import POLICIES
 from .scheduler import Batch, Req, Scheduler
 from .text import TextStream
@@ -76,6 +78,7 @@ class Stream:
     text: TextStream
     unsent: Chunk                      # collects what has not been handed out
     prompt_logprobs: list[Logprob] | None = None
+    record: spec.Record = field(default_factory=spec.Record)  # of the guesses at its text
 
 
 @dataclass
@@ -84,6 +87,8 @@ class Plan:
     attention: attention.Plan
     packed: Packed                     # the row writes' arrays, then those of `Engine._run`
     recomputes: bool                   # some token's KV is in the tree already
+    columns: int                       # no row has more when the step has run, but for what it samples
+    drafts: spec.Drafts | None         # the guesses that the step verifies
 
 
 @dataclass
@@ -91,6 +96,9 @@ class Results:
     """What a step leaves for the host: on the host once `copied` has happened."""
     sampled: sampling.Sampled | None
     prompt: list[PromptPiece]
+    judged: spec.Judged | None = None         # what was right of the step's guesses
+    next: spec.Next | None = None             # the guesses for the next
+    marks: list = field(default_factory=list)  # of time: the step's begin, and where guesses were made begin and end of that
     copied: torch.cuda.Event | None = None    # None on CPU: results are where they belong
 
 
@@ -174,6 +182,8 @@ class Engine:
                 raise ValueError(f"{name} is {value!r}, expected one of {', '.join(registry)}")
         if config.device.startswith("cuda") and not torch.cuda.is_available():
             raise ValueError(f"device is {config.device!r}, but this torch ({torch.__version__}) finds no GPU")
+        if config.speculative_algorithm is not None:
+            spec.make_drafters(config.speculative_algorithm, self._draft_options(config))  # refused before a model is loaded
         self.config = config
         self.device = ("cuda" if torch.cuda.is_available() else "cpu") if config.device == "auto" else config.device
         on_cpu = self.device == "cpu"
@@ -197,7 +207,8 @@ class Engine:
         num_slots = self._pool_size(config.max_total_tokens)
         slots = SlotAllocator(num_slots, config.page_size)
         columns = -(-min(self.context_len, slots.capacity) // config.page_size) * config.page_size
-        self.rows = Rows(max_running, columns, self.device)
+        # A request's length is known a step late where it may make several tokens a step: it runs over by two at most
+        self.rows = Rows(max_running, columns + 4 * (config.speculative_algorithm is not None), self.device)
         self.kv = KVPool(slots.capacity, config.page_size, model.num_layers, model.num_kv_heads, model.head_dim, self.model.dtype, self.device)
         self.events: KVEvents | None = None  # what the tree stores and removes; to be read in any thread
         if config.kv_events or config.kv_events_endpoint:
@@ -214,6 +225,7 @@ class Engine:
         self.sampler = sampling.SamplingState(max_running + 1, self.vocab_size, self.device)
         self.streams: dict[str, Stream] = {}
         self.flights: collections.deque[Flight] = collections.deque()
+        self.speculation = self._speculation(max_running)
         self._seeds = np.random.default_rng(secrets.randbits(63) if config.random_seed is None else config.random_seed)
         self._sampling_key: tuple = ()
         self._sampling_batch: sampling.SamplingBatch | None = None
@@ -226,6 +238,47 @@ class Engine:
             ends.callback(self.events.close)
         ends.callback(self.worker.close)
         self.shutdown = weakref.finalize(self, ends.close)  # called, collected or at exit: once
+
+    @staticmethod
+    def _draft_options(config: EngineConfig) -> spec.DraftOptions:
+        branches = config.speculative_eagle_topk or (4 if config.speculative_acceptance == "target" else 1)
+        return spec.DraftOptions(config.speculative_num_draft_tokens, branches, config.speculative_ngram_max_match_window_size,
+                                 config.speculative_ngram_min_match_window_size)
+
+    def _speculation(self, max_running: int) -> spec.Speculation | None:
+        """The drafters that were asked for."""
+        c = self.config
+        if c.speculative_algorithm is None:
+            return None
+        options = self._draft_options(c)
+        lengths = spec.Lengths(self._cost_curve(), options.count) if c.speculative_draft_length == "adaptive" else None
+        return spec.Speculation(c.speculative_algorithm, options, max_running + 1, self.device, lengths)
+
+    @torch.inference_mode()
+    def _cost_curve(self) -> spec.CostCurve:
+        """Seconds of a step of so many tokens on this machine, the best of a few. The padding slot takes its KV."""
+        sizes, steps = [1, 2, 4, 8, 12, 16, 24, 32, 48, 64], []
+        for size in sizes:
+            cols = torch.arange(size, device=self.device)
+            work = attention.plan([0], [size], [size], **self.attention.plan_options)
+            steps.append(ForwardBatch(cols * 0, cols, cols * 0, (self.attention, self.attention.prepare(work, self.rows.table, cols))))
+        taken = [math.inf] * len(sizes)
+        for _ in range(5):  # in turn, so that what else the machine does falls on all sizes alike
+            for i, step in enumerate(steps):
+                start = time.perf_counter()
+                sampling.first_max(self.model.logits(self.model.forward(step, self.kv)))
+                if self.device != "cpu":
+                    torch.cuda.synchronize(self.device)
+                taken[i] = min(taken[i], time.perf_counter() - start)
+        return spec.CostCurve(sizes, taken)
+
+    def _mark(self) -> float | torch.cuda.Event:
+        """This point of the stream, to measure the time between two."""
+        if self.device == "cpu":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
 
     def _use_device(self) -> None:
         """Kernels go to the current device, which each thread has its own of."""
@@ -285,7 +338,7 @@ class Engine:
         was nothing to do, or nothing is known yet."""
         self._use_device()
         self._end_late_requests()
-        batch = self.scheduler.next_batch()
+        batch = self.scheduler.next_batch(self._guesses())
         if batch is not None:
             self.flights.append(Flight(batch, self.worker.submit(self._job(batch))))
         if self.flights and (len(self.flights) > self.depth or batch is None):
@@ -296,6 +349,13 @@ class Engine:
             self.events.flush()
         chunks, self._outbox = self._outbox, []
         return chunks
+
+    def _guesses(self) -> dict[Req, int]:
+        """How many guesses the running requests draft in the step to come."""
+        if self.speculation is None:
+            return {}
+        reqs = [req for req in self.scheduler.running if req.decodes]
+        return self.speculation.choose(reqs, [self.streams[req.rid].record for req in reqs], self.scheduler.tree, bool(self.flights))
 
     def _end_late_requests(self) -> None:
         for req in self.scheduler.expire():
@@ -319,37 +379,94 @@ class Engine:
         of_token = np.repeat(np.arange(len(batch.rows)), batch.q_lens)
         offset = np.arange(batch.num_tokens) - np.repeat(ends - batch.q_lens, batch.q_lens)
         work = attention.plan(batch.rows, batch.q_lens, batch.kv_bounds, batch.shared, **self.attention.plan_options)
-        packed = Packed([*batch.writes.arrays(), batch.rows, batch.q_lens, batch.store_from, of_token, offset, ends - 1,
-                         np.flatnonzero(batch.samples)], self.device)
-        return Plan(work, packed, bool((batch.store_from > batch.starts).any()))
+        picked, drafts = np.flatnonzero(batch.samples), None
+        if batch.guesses.any():
+            drafts = self.speculation.plan([batch.reqs[i] for i in picked], batch.guesses[picked], ends[picked] - 1, batch.limits[picked])
+        packed = Packed([*batch.writes.arrays(), *batch.writes.late(), batch.rows, batch.q_lens, batch.store_from, batch.limits, of_token, offset,
+                         ends - 1, picked, *(drafts.packed if drafts else ())], self.device)
+        return Plan(work, packed, bool((batch.store_from > batch.starts).any()), int(batch.kv_bounds.max()) + 1, drafts)
 
     @torch.inference_mode()
     def _run(self, batch: Batch, plan: Plan) -> Results:
         """Run a step. Everything here is work in stream order; no value of the device is read, and of the host's only what the plan fixed:
         a request of the batch keeps its row until the step has landed, and gets no token before that."""
-        rows = self.rows
-        *writes, row_ids, q_lens, store_from, of_token, offset, last, picked = plan.packed.send()
-        rows.put(*writes)
+        began = self._mark()
+        rows, arrays, guesses = self.rows, plan.packed.send(), None
+        row_ids, q_lens, store_from, limits, of_token, offset, last, picked = arrays[13:21]
+        rows.put(*arrays[:8])
         for req in batch.started:
             self.sampler.set_row(req.row, req.params, req.seed, req.prompt, req.output_ids, self.end_ids)
         start = rows.length[row_ids].long()                        # [B] i64
-        cols = start[of_token] + offset                            # [T] i64 column and position of each token
-        token_rows = row_ids[of_token]                             # [T] i64
+        cols = start[of_token] + offset                            # [T] i64 column of each token
+        token_rows, positions, tree = row_ids[of_token], cols, ()  # [T] i64 each
+        if plan.drafts is not None:
+            sampling_rows, counts = row_ids[picked], arrays[24]
+            base = (start + q_lens)[picked] - 1 - counts           # [S] i64 column of the last known token
+            guesses = self.speculation.step(plan.drafts, arrays[21:], sampling_rows, rows.tokens[sampling_rows, :plan.columns], base)
+            cols = cols.index_copy(0, guesses.at, guesses.columns)
+            positions = cols.index_copy(0, guesses.at, guesses.positions)
+            tree = (torch.full_like(cols, attention.NO_TREE).index_copy_(0, guesses.at, base[guesses.row]),
+                    torch.zeros_like(cols).index_copy_(0, guesses.at, guesses.of(guesses.tree.bits)))
         ids = rows.tokens[token_rows, cols].long()                 # [T] i64
         slots = rows.table[token_rows, cols].long()                # [T] i64
+        if self.speculation is not None:                           # a row that has ended unbeknown to the host runs over what it has
+            slots = slots * (cols < limits[of_token])
+            positions = positions.clamp(max=self.context_len - 1)
+        if guesses is not None:
+            ids[guesses.at] = guesses.of(guesses.tree.tokens)
+            slots[guesses.at] *= guesses.of(guesses.tree.inside)
         if plan.recomputes:                                        # the tree has their KV, and it may be locked by others
             slots = slots * (cols >= store_from[of_token])
-        context = self.attention.prepare(plan.attention, rows.table, cols)
-        hidden = self.model.forward(ForwardBatch(ids, cols, slots, (self.attention, context)), self.kv)  # [T, E]
-        results = Results(None, self._prompt_logprobs(batch, hidden))
+        context = self.attention.prepare(plan.attention, rows.table, cols, *tree)
+        hidden = self.model.forward(ForwardBatch(ids, positions, slots, (self.attention, context)), self.kv)  # [T, E]
+        self.kv.copy(*arrays[8:10])                                # now that what is copied is there, also where this step has computed it
+        rows.point(*arrays[10:13])
+        results = Results(None, self._prompt_logprobs(batch, hidden), marks=[began])
         ends = start + q_lens                                      # [B] i64 each row's length after the step
         if len(picked):
-            logits = self.model.logits(hidden[last[picked]])       # [N, V] f32
-            sampled = self.sampler.sample(logits, ends[picked], self._sampling_params([batch.reqs[i] for i in np.flatnonzero(batch.samples)]))
-            rows.tokens[row_ids[picked], ends[picked]] = sampled.tokens.to(torch.int32)
-            results.sampled = sampled
+            sampled_rows = [batch.reqs[i] for i in np.flatnonzero(batch.samples)]
+            if guesses is None:
+                logits = self.model.logits(hidden[last[picked]])   # [S, V] f32
+                results.sampled = self.sampler.sample(logits, ends[picked], self._sampling_params(sampled_rows))
+                rows.tokens[row_ids[picked], ends[picked]] = results.sampled.tokens.to(torch.int32)
+            else:
+                ends[picked] = self._verify(guesses, hidden, sampling_rows, self._sampling_params(plan.drafts.of_nodes), results)
+            self._draft(row_ids[picked], ends[picked] + 1, plan, results)
         rows.length[row_ids] = ends.to(torch.int32)
         return results if self.device == "cpu" else _to_host(results)
+
+    def _verify(self, guesses: spec.Step, hidden: torch.Tensor, rows: torch.Tensor, params: sampling.SamplingBatch, results: Results) -> torch.Tensor:
+        """Sample at every node of a step with guesses, and keep what was right: tokens and KV of the rows ([S] i64). Returns their lengths."""
+        tree, table, nodes = guesses.tree, self.rows.table, torch.arange(guesses.tree.tokens.shape[1], device=self.device)
+        rejects = self.config.speculative_acceptance == "rejection"
+        sampled = self.sampler.sample(self.model.logits(hidden[guesses.at]), guesses.positions + 1, params,
+                                      branch=guesses.branch() if params.penalised else None, guesses=guesses.next_of_chain() if rejects else None)
+        targets = torch.zeros_like(tree.tokens)
+        targets[guesses.row, guesses.node] = sampled.tokens
+        found = spec.verify(tree, targets)
+        taken = nodes <= found.counts[:, None]                     # [S, N] bool
+        if params.penalised:
+            self.sampler.count(rows[:, None].expand_as(taken), found.tokens, taken.float())
+        cols = (guesses.base[:, None] + nodes).clamp(max=table.shape[1] - 2)   # [S, N] i64; beyond what a row knows stands anything
+        self.rows.tokens[rows[:, None], cols + 1] = found.tokens.to(torch.int32)
+        if self.speculation.branching:
+            slots = table[rows[:, None], cols]
+            sources = slots.gather(1, found.order)
+            if self.config.page_size == 1:
+                table[rows[:, None], cols] = sources
+            else:
+                self.kv.copy(*(torch.where(taken, part, 0).flatten().long() for part in (sources, slots)))
+        results.sampled = sampled
+        results.judged = spec.Judged(found.order, found.counts, tree.sizes - 1, tree.depth.amax(1))
+        return guesses.base + 1 + found.counts
+
+    def _draft(self, rows: torch.Tensor, known: torch.Tensor, plan: Plan, results: Results) -> None:
+        """Guess how rows go on that have sampled; `known` tokens of each are there."""
+        if self.speculation is not None:
+            results.marks.append(self._mark())
+            tokens = self.rows.tokens[rows, :plan.columns + (plan.drafts.nodes if plan.drafts else 1)]
+            results.next = spec.Next(*self.speculation.draft(rows, tokens, known))
+            results.marks.append(self._mark())
 
     def _sampling_params(self, reqs: list[Req]) -> sampling.SamplingBatch:
         key = tuple((req, req.row) for req in reqs)  # a request id may come back with other parameters
@@ -407,11 +524,11 @@ class Engine:
     def _process(self, batch: Batch, results: Results) -> None:
         """The results of a step reach the host: text and stop conditions here, memory in the scheduler. What goes wrong with one request ends
         that request alone."""
-        sampled = self._sampled(results.sampled)
+        sampled = self._sampled(batch, results)
         self._take_prompt_logprobs(results.prompt)
-        tokens, finished, spoiled = [], [], []
+        tokens, finished, spoiled, paths = [], [], [], []
         for req, samples, complete in zip(batch.reqs, batch.samples.tolist(), batch.complete.tolist()):
-            new, logprobs, bad = next(sampled) if samples else ([], None, False)
+            new, logprobs, bad, path = next(sampled) if samples else ([], None, False, [])
             stream = self.streams.get(req.rid)
             kept, reason, error = 0, None, None
             if stream is None or stream.req is not req:
@@ -429,7 +546,8 @@ class Engine:
                 self._outbox.append(self._take(stream))
             tokens.append(new[:kept])
             finished.append(reason is not None)
-        self.scheduler.commit(batch, tokens, finished, spoiled)
+            paths.append(path)
+        self.scheduler.commit(batch, tokens, finished, spoiled, paths)
 
     def _take_prompt_logprobs(self, pieces: list[PromptPiece]) -> None:
         for piece in pieces:
@@ -438,14 +556,45 @@ class Engine:
                 ids = piece.req.prompt[piece.position:piece.position + len(piece.logprobs)].tolist()
                 stream.prompt_logprobs += _logprobs(ids, piece.logprobs, piece.top_ids, piece.top_logprobs)
 
-    @staticmethod
-    def _sampled(sampled: sampling.Sampled | None) -> Iterator[tuple[list[int], list[Logprob] | None, bool]]:
-        """Per sampling row, in order: its tokens, their logprobs, and whether its logits were no numbers."""
-        if sampled is not None:
-            ids = sampled.tokens.tolist()
-            logprobs = None if sampled.logprobs is None else _logprobs(ids, sampled.logprobs, sampled.top_ids, sampled.top_logprobs)
-            for i, bad in enumerate(sampled.bad.tolist()):
-                yield [ids[i]], logprobs and [logprobs[i]], bad
+    def _sampled(self, batch: Batch, results: Results) -> Iterator[tuple[list[int], list[Logprob] | None, bool, list[int]]]:
+        """Per sampling row, in order: its tokens, their logprobs, whether its logits were no numbers, and which guesses were right (numbers of
+        nodes). Keeps the record of the guesses."""
+        sampled, judged = results.sampled, results.judged
+        if sampled is None:
+            return
+        ids, bads = sampled.tokens.tolist(), sampled.bad.tolist()
+        logprobs = None if sampled.logprobs is None else _logprobs(ids, sampled.logprobs, sampled.top_ids, sampled.top_logprobs)
+        reqs = [batch.reqs[i] for i in np.flatnonzero(batch.samples)]
+        if judged is None:
+            paths = [[0]] * len(reqs)
+        else:
+            paths = [order[:count + 1] for order, count in zip(judged.order.tolist(), judged.counts.tolist())]
+        sizes = batch.guesses[batch.samples] + 1
+        for req, path, first, guessed in zip(reqs, paths, (np.cumsum(sizes) - sizes).tolist(), self._guessed(results, len(reqs))):
+            at = [first + node for node in path]
+            tokens = [ids[k] for k in at]
+            stream = self.streams.get(req.rid)
+            if guessed is not None and stream is not None and stream.req is req:
+                drafted, deepest, coming, draft_s, verify_s = guessed
+                record = stream.record
+                self.speculation.learn(record, drafted, deepest, tokens, bool(req.output_ids), coming)
+                record.draft_s, record.verify_s = record.draft_s + draft_s, record.verify_s + verify_s
+            yield tokens, logprobs and [logprobs[k] for k in at], any(bads[k] for k in at), path[1:]
+
+    def _guessed(self, results: Results, count: int) -> Iterator[tuple[int, int, tuple[int, int, int], float, float] | None]:
+        """Of each of `count` sampling rows: how many guesses were judged, how many of them could have been right, (how many, the best, their
+        quality) of those for the next step; and seconds of the step: of making those, and of the rest if any were judged."""
+        if results.next is None:
+            return [None] * count
+        began, drafting, drafted = results.marks
+        seconds = (lambda a, b: b - a) if self.device == "cpu" else (lambda a, b: a.elapsed_time(b) / 1000)
+        judged, total = results.judged, self.speculation.total
+        spent = seconds(drafting, drafted), 0.0 if judged is None else seconds(began, drafting)
+        total.draft_s, total.verify_s = total.draft_s + spent[0], total.verify_s + spent[1]
+        none = [0] * count
+        counts = (none, none) if judged is None else (judged.drafted.tolist(), judged.deepest.tolist())
+        coming = zip(results.next.found.tolist(), results.next.first.tolist(), results.next.quality.tolist())
+        return ((drafted, deepest, guesses, *spent) for drafted, deepest, guesses in zip(*counts, coming))
 
     @staticmethod
     def _advance(stream: Stream, tokens: list[int], logprobs: list[Logprob] | None) -> tuple[int, str | None, str | None]:
@@ -480,6 +629,8 @@ class Engine:
         """The last chunk of a request."""
         chunk = self._take(stream, final=True)
         chunk.finish_reason, chunk.stop_reason, chunk.error, chunk.status = reason, stream.text.stop_reason, error, status
+        if self.speculation is not None:
+            chunk.speculation = stream.record.summary()
         if error == SLOW_PATTERN:
             chunk.param, chunk.status = "stop_regex", 400
         self._outbox.append(chunk)
@@ -502,13 +653,16 @@ class Engine:
         chosen = {"dtype": str(self.model.dtype).removeprefix("torch."), "device": self.device, "context_length": self.context_len,
                   "max_running_requests": s.max_running, "max_total_tokens": s.slots.capacity, "chunked_prefill_size": s.token_budget,
                   "attention_backend": self.attention_backend, "threads": torch.get_num_threads(), "schedule_policy": s.policy_name}
+        if self.speculation is not None:
+            chosen["speculative_eagle_topk"] = self.speculation.options.branches
         return {**asdict(self.config), **chosen}
 
     def stats(self) -> dict:
         """Counts for the log line and the info routes. Tokens, requests; rates are the reader's to make."""
         s = self.scheduler
-        return {"running": len(s.running), "waiting": len(s.waiting), "kv_capacity": s.slots.capacity,
-                "kv_free": s.slots.available, "kv_cached": s.tree.evictable, "kv_locked": s.tree.protected, **vars(s.counters)}
+        guesses = {} if self.speculation is None else self.speculation.total.summary()
+        return {"running": len(s.running), "waiting": len(s.waiting), "kv_capacity": s.slots.capacity, "kv_free": s.slots.available,
+                "kv_cached": s.tree.evictable, "kv_locked": s.tree.protected, **vars(s.counters), **guesses}
 
     def tree_view(self, max_nodes: int = 500, width: int = 60) -> dict:
         """The tree as plain data: its `max_nodes` most used nodes (hits, and requests that wait), depth first, with at most `width` characters
@@ -559,10 +713,12 @@ class Engine:
             if req.row in self.scheduler.unwritten_rows:
                 continue
             row, tree = req.row, self.scheduler.tree
-            assert int(self.rows.length[row]) == req.computed_len, f"{req.rid}: device length {int(self.rows.length[row])} != {req.computed_len}"
+            length = int(self.rows.length[row])
+            assert 0 <= length - req.computed_len <= req.guessed, f"{req.rid}: device length {length}, expected {req.computed_len} (+ {req.guessed})"
             path = np.concatenate([tree.slots(req.node), np.array(req.own, np.int32)]) if req.node.end else np.array(req.own, np.int32)
             table = self.rows.table[row, :len(path)].cpu().numpy()
-            assert np.array_equal(table[:req.computed_len], path[:req.computed_len]), f"{req.rid}: its table does not lead to its slots"
+            sure = min(req.computed_len, req.known_len)  # behind, guesses in flight may have changed places
+            assert np.array_equal(table[:sure], path[:sure]), f"{req.rid}: its table does not lead to its slots"
             known = self.rows.tokens[row, :req.known_len].cpu().numpy()
             assert np.array_equal(known, req.ids()), f"{req.rid}: the device row holds other tokens"
 
@@ -578,7 +734,8 @@ def _to_host(results: Results) -> Results:
         return replace(part, **{name: torch.empty(value.shape, dtype=value.dtype, pin_memory=True).copy_(value, non_blocking=True)
                                 for name, value in tensors.items()})
     copied = torch.cuda.Event()
-    results = Results(None if results.sampled is None else copies(results.sampled), [copies(piece) for piece in results.prompt], copied)
+    parts = {name: None if (part := getattr(results, name)) is None else copies(part) for name in ("sampled", "judged", "next")}
+    results = Results(prompt=[copies(piece) for piece in results.prompt], marks=results.marks, copied=copied, **parts)
     copied.record()
     return results
 
@@ -606,7 +763,7 @@ def _demo() -> None:
     while engine.has_work:
         print(" | ".join(f"{chunk.rid}: {chunk.text!r}" for chunk in engine.step()))
         engine.check()
-    print(engine.scheduler.tree.render(engine.tokenizer.decode))
+    print(draw(engine.scheduler.tree, engine.tokenizer.decode))
 
 
 if __name__ == "__main__":

@@ -149,9 +149,7 @@ class Lru(Order):
         if not lower.locks:
             self.link(upper, before=lower.after)
 
-    def remove(self, leaf: Node) -> None:
-        if leaf.after is not None:
-            self.unlink(leaf)
+    remove = Order.unlink
 
     def victims(self) -> Iterator[Node]:
         while self.ring.after is not self.ring:

@@ -38,6 +38,7 @@ from .chat import ChatTemplate, Codec, Message, read_messages
 from .config import EngineConfig
 from .engine import SHUTDOWN_S, Engine
 from .protocol import Chunk, Output, Request, RequestError, SamplingParams, convert, show
+from .radix import draw
 
 log = logging.getLogger("nano_sgl")
 
@@ -321,7 +322,7 @@ def _checked(chunk: Chunk | BaseException) -> Chunk:
 def _output(request: Request, chunk: Chunk) -> Output:
     return Output(text=chunk.text, output_ids=chunk.output_ids, prompt_ids=request.prompt_ids, finish_reason=chunk.finish_reason,
                   stop_reason=chunk.stop_reason, cached_tokens=chunk.cached_tokens, logprobs=chunk.logprobs,
-                  prompt_logprobs=chunk.prompt_logprobs, index=request.index, error=chunk.error)
+                  prompt_logprobs=chunk.prompt_logprobs, index=request.index, error=chunk.error, speculation=chunk.speculation)
 
 
 def _demo() -> None:
@@ -330,7 +331,7 @@ def _demo() -> None:
         for prompt in ("1, 2, 3, 4, 5,", "1, 2, 3, 4, 5, 6, 7,"):
             output = llm.generate(prompt, params)
             print(f"{prompt!r} -> {output.text!r}  ({output.cached_tokens} of {len(output.prompt_ids)} prompt tokens came from the tree)")
-        print(llm.engine.scheduler.tree.render(llm.tokenizer.decode))
+        print(draw(llm.engine.scheduler.tree, llm.tokenizer.decode))
 
 
 if __name__ == "__main__":

@@ -18,6 +18,11 @@ them must not be reused before that step has committed: `free` parks them under 
 
 The device rows (`Rows`) hold what the next step needs. The host never writes them at will: the scheduler collects a step's changes in
 `Writes`, and the engine applies them in stream order just before the step that needs them, so a step in flight never sees them move.
+
+A page is shared whole or not at all, so a row that needs the beginning of another's page *copies* it. In the step in which it begins to, its
+table leads to the other's slots; when that step has stored its KV, the slots are copied and the table leads to its own. So the other need not
+have computed them before, only by then, and nothing is left over for a later step.
+
 Cost: one copy to the device (`Packed`, with all else that the step takes from the host) and three indexed ones, whatever the number of rows.
 
 Stops holding: one pool, one kind of KV. Windows, recurrent state and a host tier come as further pools that the same slots address.
@@ -40,6 +45,12 @@ class KVPool:
         shape = (num_slots + page_size, kv_heads, head_dim)
         self.k = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]  # [S, G, D] each
         self.v = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]  # [S, G, D] each
+
+    def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Copy the keys and values of some slots to others, in stream order. [n] int64 each. Mutates k, v."""
+        if len(source):
+            for cache in (*self.k, *self.v):
+                cache[target] = cache[source]
 
     @staticmethod
     def bytes_per_slot(num_layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
@@ -111,10 +122,12 @@ class SlotAllocator:
             return None
         pages = self._free[self._top - num_pages:self._top][::-1]
         self._top -= num_pages
-        return (pages[:, None] * self.page_size + self._in_page).reshape(-1)
+        return np.add.outer(pages * self.page_size, self._in_page).reshape(-1)
 
     def free(self, slots: np.ndarray, *, held_by_step: bool = True) -> None:
         """Give back whole pages. `held_by_step=False` is for slots that no row in flight addresses (an evicted node's)."""
+        if not len(slots):
+            return
         pages = (slots[::self.page_size] // self.page_size).astype(np.int32)
         if held_by_step and self._limbo.in_flight:
             self._limbo.park(pages)
@@ -154,6 +167,7 @@ class Writes:
     _tokens: list[tuple[int, int, np.ndarray]] = field(default_factory=list)
     _slots: list[tuple[int, int, np.ndarray]] = field(default_factory=list)
     _lengths: dict[int, int] = field(default_factory=dict)
+    _copies: dict[int, tuple[int, int]] = field(default_factory=dict)  # slot -> (row that it is of, slot that it is to be a copy of)
 
     def tokens(self, row: int, start: int, ids: np.ndarray) -> None:
         self._tokens.append((row, start, ids))
@@ -164,10 +178,22 @@ class Writes:
     def length(self, row: int, length: int) -> None:
         self._lengths[row] = length
 
+    def copy(self, row: int, source: np.ndarray, target: np.ndarray) -> None:
+        """Slots that the row got in this step take over the KV of others, when the step has stored its own; until then who leads to them
+        leads to the others. What is itself such a copy yet to be made is copied from where it comes from."""
+        for to, of in zip(target.tolist(), source.tolist()):
+            self._copies[to] = row, self._copies.get(of, (row, of))[1]
+
+    @property
+    def copied(self) -> int:
+        """Slots that are copied."""
+        return len(self._copies)
+
     def forget(self, row: int) -> None:
         """The row was given up in the pass that wrote to it; it may be another request's before the pass ends."""
         self._tokens = [w for w in self._tokens if w[0] != row]
         self._slots = [w for w in self._slots if w[0] != row]
+        self._copies = {to: (of_row, of) for to, (of_row, of) in self._copies.items() if of_row != row}
         self._lengths.pop(row, None)
 
     @property
@@ -178,7 +204,16 @@ class Writes:
     def arrays(self) -> list[np.ndarray]:
         """What `Rows.put` takes, as host arrays: (row, column, id) of tokens, (row, column, slot) of the table, (row, length). [n] ints each."""
         lengths = np.array(list(self._lengths.items()), np.int64).reshape(-1, 2)
-        return [*self._flat(self._tokens), *self._flat(self._slots), lengths[:, 0], lengths[:, 1]]
+        rows, columns, slots = self._flat(self._slots)
+        slots = np.array([self._copies.get(slot, (0, slot))[1] for slot in slots.tolist()]) if self._copies else slots
+        return [*self._flat(self._tokens), rows, columns, slots, lengths[:, 0], lengths[:, 1]]
+
+    def late(self) -> list[np.ndarray]:
+        """What follows once the step has stored its KV: (slot, copy) for `KVPool.copy`, (row, column, slot) for `Rows.point`. [n] ints each."""
+        rows, columns, slots = self._flat(self._slots)
+        own = np.flatnonzero(np.isin(slots, list(self._copies)))
+        return [np.array([of for _, of in self._copies.values()], np.int64), np.array(list(self._copies), np.int64),
+                rows[own], columns[own], slots[own]]
 
     @staticmethod
     def _flat(writes: list[tuple[int, int, np.ndarray]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -251,18 +286,24 @@ class Rows:
         return set(self._free) | set(self._limbo.contents().tolist())
 
     def apply(self, writes: Writes) -> None:
-        """Make one step's changes, in stream order. Mutates tokens, table, length."""
-        self.put(*Packed(writes.arrays(), self.device).send())
+        """Make one step's changes where no step runs, and so nothing is copied. Mutates tokens, table, length."""
+        *now, _, _, late_rows, late_columns, late_slots = Packed([*writes.arrays(), *writes.late()], self.device).send()
+        self.put(*now)
+        self.point(late_rows, late_columns, late_slots)
 
     def put(self, token_rows: torch.Tensor, token_columns: torch.Tensor, ids: torch.Tensor, slot_rows: torch.Tensor, slot_columns: torch.Tensor,
             slots: torch.Tensor, length_rows: torch.Tensor, lengths: torch.Tensor) -> None:
         """`apply`, of what `Writes.arrays` has sent ahead. [n] int64 each, on the device."""
         if len(ids):
             self.tokens[token_rows, token_columns] = ids.to(torch.int32)
-        if len(slots):
-            self.table[slot_rows, slot_columns] = slots.to(torch.int32)
+        self.point(slot_rows, slot_columns, slots)
         if len(lengths):
             self.length[length_rows] = lengths.to(torch.int32)
+
+    def point(self, rows: torch.Tensor, columns: torch.Tensor, slots: torch.Tensor) -> None:
+        """Lead columns of rows to slots. [n] int64 each, on the device. Mutates table."""
+        if len(slots):
+            self.table[rows, columns] = slots.to(torch.int32)
 
 
 def _demo() -> None:

@@ -194,12 +194,10 @@ def _own_folder() -> tempfile.TemporaryDirectory:
 
 
 def few(dtype: torch.dtype, quantised: bool, size: int) -> int:
-    """Tokens up to which nano_linear, and with it nano_layers, is faster than torch's product of `size` inputs (int8: than making floats first)."""
+    """Tokens up to which nano_linear (and so nano_layers) is as fast as torch's product of `size` inputs, or faster; int8: as making floats first."""
     if dtype != torch.bfloat16 or platform.machine() not in ("x86_64", "AMD64"):
         return 32 if quantised else 4
-    if library().features == ("bf16 dot products",):
-        return ANY
-    # On tiles its blocks keep wide rows in the cache; where there is neither, torch widens every element
+    # On tiles torch's blocks keep wide rows in the cache; without tiles it is never faster
     return 512 if "AMX" in library().features and size >= 2048 and not quantised else ANY
 
 

@@ -525,12 +525,20 @@ class Meter:
         new, old, seconds = self.engine.stats(), self.counts, now - self.since
         hits, prompts, slots = new["cached_tokens"], new["prompt_tokens"], new["kv_capacity"]
         log.info("running %d, queued %d | %.0f tok/s out, %.0f tok/s computed | prefix hits %.0f%% | "
-                 "KV %.0f%% in use, %.0f%% cached",
+                 "KV %.0f%% in use, %.0f%% cached%s",
                  new["running"], new["waiting"], (new["output_tokens"] - old["output_tokens"]) / seconds,
                  (new["computed_tokens"] - old["computed_tokens"]) / seconds, 100 * hits / max(prompts, 1),
-                 100 * (slots - new["kv_free"] - new["kv_cached"]) / slots, 100 * new["kv_cached"] / slots)
+                 100 * (slots - new["kv_free"] - new["kv_cached"]) / slots, 100 * new["kv_cached"] / slots, accepted(old, new))
         self.said_at = self.since = now
         self.counts = new
+
+
+def accepted(old: dict, new: dict) -> str:
+    """What became of the guesses between two stats, in SGLang's words; empty where no step could have had some."""
+    if "spec_verify_ct" not in new:
+        return ""
+    steps, proposed, correct = (new[f"spec_{name}"] - old[f"spec_{name}"] for name in ("verify_ct", "num_proposed_drafts", "num_correct_drafts"))
+    return f" | accept len: {1 + correct / steps:.2f}, accept rate: {correct / max(proposed, 1):.2f}" if steps else ""
 
 
 def go_with_parent(directory: str) -> None:

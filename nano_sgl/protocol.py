@@ -260,6 +260,7 @@ class Chunk(msgspec.Struct, kw_only=True, tag=True):
     error: str | None = None              # why, where finish_reason is "error", or "abort" because of a time-out
     status: int = 500                     # the HTTP code that says what kind of error it is
     param: str | None = None              # the field of the request that is to blame for it
+    speculation: dict[str, Any] | None = None      # on the last chunk, where tokens were guessed: spec.Record.summary
 
 
 class Output(msgspec.Struct, kw_only=True):
@@ -275,6 +276,7 @@ class Output(msgspec.Struct, kw_only=True):
     index: int = 0
     stop_reason: str | int | None = None
     error: str | None = None              # why, where finish_reason is "error"
+    speculation: dict[str, Any] | None = None      # where tokens were guessed: how many, how many rightly (SGLang's names)
 
 
 # ---- the parts -----------------------------------------------------------------------------------------------------------------

@@ -46,6 +46,7 @@ from .waiting import WAIT_FOR_LEADER, Waiter, Waiting
 
 MAX_PAGE_SIZE = 64
 TOKEN_BYTES = 4  # an int32 id
+NO_SLOTS = np.empty(0, np.int32)
 
 Key = bytes | np.ndarray | Sequence[int]
 
@@ -58,8 +59,8 @@ class Node:
     is there. In the tree's clock: `born` and last `used`. `before`, `after`, `ticket` belong to the eviction order. A node that
     has left the tree has no `parent`. `kids` children with slots.
 
-    Of those that wait: `slots` is None of a ghost (and of a root); `waiters` at or below; `first` the earliest arrival of those
-    parked here, of a ghost at or below; `line` a heap (arrival, tick, waiter | ghost below) to know it by; `leaders` requests that
+    Of those that wait: `slots` is None of a ghost; `waiters` at or below; `first` the earliest of those parked here, of a ghost at
+    or below, None where it is blocked; `line` a heap (arrival, tick, waiter, ghost below) to know it by; `leaders` requests that
     will compute this ghost; `blocked`: they will compute so much of it that whoever wants it waits. `heavy` a heap (-waiters, tick,
     child with slots), kept where the tree `weighs`. Entries that no longer hold are thrown out when they come up.
     """
@@ -67,17 +68,17 @@ class Node:
     __slots__ = ("parent", "children", "key", "slots", "start", "end", "namespace", "locks", "holds", "hits", "priority", "step",
                  "born", "used", "before", "after", "ticket", "kids", "waiters", "first", "line", "leaders", "blocked", "heavy")
 
-    def __init__(self, parent: Node | None, key: bytes, slots: np.ndarray | None, namespace: str):
+    def __init__(self, parent: Node | None, key: bytes, namespace: str):
         self.parent = parent
         self.children: dict[bytes, Node] = {}
-        self.key, self.slots, self.namespace = key, slots, namespace
-        self.start = parent.end if parent is not None else 0
+        self.key, self.namespace = key, namespace
+        self.slots, self.start = (None, parent.end) if parent is not None else (NO_SLOTS, 0)
         self.end = self.start + len(key) // TOKEN_BYTES
         self.locks = self.holds = self.hits = self.step = self.born = self.used = self.ticket = self.kids = self.waiters = self.leaders = 0
         self.priority = sys.maxsize  # a root's: nothing raises it
         self.before = self.after = self.first = None
-        self.line: list[tuple[int, int, Waiter | Node]] = []
-        self.heavy: list[tuple[int, int, Node]] = []
+        self.line: Sequence[tuple[int, int, Waiter, Node | None]] = ()  # a list once it is needed, as below
+        self.heavy: Sequence[tuple[int, int, Node]] = ()
         self.blocked = False
 
     def __repr__(self) -> str:
@@ -90,7 +91,7 @@ class Node:
 
     @property
     def is_ghost(self) -> bool:
-        return self.slots is None and self.parent is not None
+        return self.slots is None
 
     @property
     def tokens(self) -> np.ndarray:
@@ -121,8 +122,8 @@ class Inserted(NamedTuple):
 
 
 class Tree(Waiting):
-    """The prefixes whose KV is in memory, and those that are wanted. `evictable` and `protected` count tokens; together they are all
-    slots the tree owns. `events`: told of KV that comes and goes (events.py). `weighs`: whether `heaviest` will be asked."""
+    """The prefixes whose KV is in memory, and those that are wanted. `total` counts the tokens, hence slots, that the tree owns,
+    `evictable` those that no lock keeps. `events`: told of KV that comes and goes (events.py). `weighs`: whether `heaviest` will be asked."""
 
     def __init__(self, page_size: int = 1, policy: str = "lru", events: object | None = None, weighs: bool = False):
         if type(page_size) is not int or not 1 <= page_size <= MAX_PAGE_SIZE:
@@ -132,20 +133,20 @@ class Tree(Waiting):
         self.page_size, self.policy, self.events, self.weighs = page_size, policy, events, weighs
         self._page = page_size * TOKEN_BYTES
         self.roots: dict[str, Node] = {}  # only those in use: a salt that was used once leaves nothing behind
-        self.evictable = self.protected = self.clock = 0
+        self.total = self.evictable = self.clock = 0
         rule = EVICTION[self.policy]
         self.order: Order = rule() if isinstance(rule, type) else Heap(rule)
-        super().__init__(Node(None, b"", None, ""))
+        super().__init__(Node(None, b"", ""))
 
     @property
-    def total(self) -> int:
-        """Tokens, hence slots, that the tree owns."""
-        return self.evictable + self.protected
+    def protected(self) -> int:
+        """Tokens that a lock keeps."""
+        return self.total - self.evictable
 
     def root(self, namespace: str = "") -> Node:
         """The handle of the empty prefix: always valid, and needs no lock."""
         root = self.roots.get(namespace)
-        return root if root is not None else Node(None, b"", None, namespace)
+        return root if root is not None else Node(None, b"", namespace)
 
     # -- looking up --
 
@@ -219,7 +220,7 @@ class Tree(Waiting):
         self._refuse_gone(node)
         if node is not at:
             node = self._end_at(node, at.length)
-        if node.is_root:
+        if node.parent is None:
             return node
         node.holds += 1
         self._raise(node, priority + 1)
@@ -232,15 +233,15 @@ class Tree(Waiting):
                 node.hits += 1
             node, up = up, up.parent
         if chain:  # the lower end of the path: above a locked node all are locked
-            self._protect(handle.end - chain[-1].start)
+            self.evictable -= handle.end - chain[-1].start
             self.order.lock(chain)
         return handle
 
     def unlock(self, node: Node) -> None:
         """Gives one `lock` back. What nobody else holds becomes evictable, as the most recently used."""
-        if node.is_root:
-            return
         if not node.holds:
+            if node.is_root:
+                return
             raise ValueError(f"{node} is not locked: every handle is unlocked exactly once")
         node.holds -= 1
         self.clock += 1
@@ -252,7 +253,7 @@ class Tree(Waiting):
                 chain.append(node)
             node, up = up, up.parent
         if chain:
-            self._protect(chain[-1].start - handle.end)
+            self.evictable += handle.end - chain[-1].start
             self.order.touch(chain)
 
     def move_lock(self, old: Node, new: Node) -> Node:
@@ -266,19 +267,18 @@ class Tree(Waiting):
             node = node.parent
         if node is not old and not (old.is_root and old.namespace == node.namespace):
             raise ValueError(f"{new} is not below {old}: lock the one and unlock the other")
+        chain = []
         for node in between:
+            if not node.locks:
+                chain.append(node)
             node.locks += 1
-        old.holds -= not old.is_root
-        new.holds += not new.is_root
-        chain = [node for node in between if node.locks == 1]
+        if between:
+            old.holds -= old.holds > 0  # a root has none
+            new.holds += 1
         if chain:
-            self._protect(new.end - chain[-1].start)
+            self.evictable -= new.end - chain[-1].start
             self.order.lock(chain)
         return new
-
-    def _protect(self, tokens: int) -> None:
-        self.evictable -= tokens
-        self.protected += tokens
 
     def _end_at(self, node: Node, depth: int) -> Node:
         """The node on the path to `node` that ends at `depth` tokens, made by a split if there is none."""
@@ -312,51 +312,41 @@ class Tree(Waiting):
             raise ValueError(f"{len(slots)} slots for {len(key) // TOKEN_BYTES} tokens were given, expected one slot a token")
         if below is not None and namespace not in ("", below.namespace):
             raise ValueError(f"a node of namespace {below.namespace!r} was given with namespace {namespace!r}")
-        top = below if below is not None else self.root(namespace)
-        self._refuse_gone(top)
+        node = below if below is not None else self.root(namespace)
+        self._refuse_gone(node)
         end = self._whole_pages(len(key))
         if not end:
-            return Inserted(top, 0)
+            return Inserted(node, 0)
         if self.page_size > 1 and slots[0] % self.page_size:
             raise ValueError(f"slot {slots[0]} begins no page of {self.page_size}: a page's slots are aligned and consecutive")
-        if top.is_root:
-            top = self.roots.setdefault(top.namespace, top)
-        cut = end if prompt_len is None else self._whole_pages(end, prompt_len - top.end)
-        node, present = top, 0
-        if cut:
-            node, present = self._hang(top, key, 0, cut, slots, step, priority + 1, counted_len)
-        if cut < end:
-            node, more = self._hang(node, key, cut, end, slots, step, priority, counted_len)
-            present += more
+        if node.parent is None:
+            node = self.roots.setdefault(node.namespace, node)
+        cut = end if prompt_len is None else self._whole_pages(end, prompt_len - node.end)
+        self._raise(node, priority + (cut > 0))
+        at = present = 0
+        while at < end:
+            worth = priority + (at < cut)
+            node, start = self._child(node, key, at, cut if at < cut else end), at
+            at += len(node.key)
+            if node.slots is None:
+                # A copy, because the caller's array may be a view of a table row that changes.
+                self._fill(node, slots[start // TOKEN_BYTES : at // TOKEN_BYTES].copy(), step, worth)
+            else:
+                present += node.end - node.start
+                node.hits += node.start >= counted_len
+                node.priority = max(node.priority, worth)
         self._touch(node)
         return Inserted(node, present)
 
-    def _hang(self, top: Node, key: bytes, first: int, end: int, slots: np.ndarray, step: int, priority: int,
-              counted_len: int) -> tuple[Node, int]:
-        """Walks key[first:end] (byte offsets) down from `top`, splits where it parts or ends, makes a leaf of what is left.
-
-        Returns the node that ends at `end` and how many tokens there were already.
-        """
-        node, at = self._descend(top, key, first, end)
-        node = self._end_at(node, top.end + (at - first) // TOKEN_BYTES)
-        self._raise(node, priority)
-        up = node
-        while up is not top:
-            if up.start >= counted_len:
-                up.hits += 1
-            up = up.parent
-        present = at
-        while at < end:
-            child = node.children.get(key[at : at + self._page])
-            if child is None:
-                child = node.children[key[at : at + self._page]] = Node(node, key[at:end], None, node.namespace)
-            elif at + len(child.key) > end or not key.startswith(child.key, at):
-                child = self._split(child, self._common(child.key, key, at, end) // TOKEN_BYTES)
-            stop = at + len(child.key)
-            # A copy, because the caller's array may be a view of a table row that changes.
-            self._fill(child, slots[at // TOKEN_BYTES : stop // TOKEN_BYTES].copy(), step, priority)
-            node, at = child, stop
-        return node, (present - first) // TOKEN_BYTES
+    def _child(self, node: Node, key: bytes, at: int, end: int) -> Node:
+        """The child of `node` that goes on with key[at:end] (byte offsets): as much of one as agrees, split off if need be, or a new ghost."""
+        page = key[at : at + self._page]
+        child = node.children.get(page)
+        if child is None:
+            child = node.children[page] = Node(node, key[at:end], node.namespace)
+        elif at + len(child.key) > end or not key.startswith(child.key, at):
+            child = self._split(child, self._common(child.key, key, at, end) // TOKEN_BYTES)
+        return child
 
     def _fill(self, ghost: Node, slots: np.ndarray, step: int, priority: int) -> None:
         """A ghost gets its KV: it is an unlocked leaf, and who wants it is parked here."""
@@ -364,19 +354,20 @@ class Tree(Waiting):
         ghost.slots, ghost.priority, ghost.step, ghost.hits, ghost.born = slots, priority, step, 1, self.clock
         ghost.blocked = False
         parent.kids += 1
-        self.evictable += ghost.end - ghost.start
+        self.total += len(slots)
+        self.evictable += len(slots)
         self.order.add(ghost)
         if self.events is not None:
             self.events.stored(ghost)
         if ghost.waiters:
             self._weigh(ghost)
-            self._park(ghost)
+            self._park_anew(ghost)
             self._refresh(parent)
 
     def _split(self, node: Node, size: int) -> Node:
         """Cuts a node after `size` tokens. Returns the upper part, which is new; the node becomes the lower, so handles and waiters stay."""
         cut, parent = size * TOKEN_BYTES, node.parent
-        upper = Node(parent, node.key[:cut], None, node.namespace)
+        upper = Node(parent, node.key[:cut], node.namespace)
         upper.locks, upper.hits, upper.priority, upper.step = node.locks, node.hits, node.priority, node.step
         upper.born, upper.used, upper.waiters, upper.leaders = node.born, node.used, node.waiters, node.leaders
         parent.children[upper.key[: self._page]] = upper
@@ -385,7 +376,7 @@ class Tree(Waiting):
         if node.slots is None:
             upper.blocked = node.blocked and upper.end - self.parking(upper).end >= WAIT_FOR_LEADER
             if node.first is not None:
-                self._enter(node)
+                self._join(upper, node.first, node)
                 self._refresh(upper)
         else:
             upper.slots, node.slots, upper.kids = node.slots[:size].copy(), node.slots[size:].copy(), 1
@@ -410,13 +401,12 @@ class Tree(Waiting):
 
     def evict(self, tokens: int) -> np.ndarray:
         """Takes out unlocked leaves in the policy's order until `tokens` slots are free or none is left; the slots, int32."""
-        parts, freed = [], 0
+        parts, rest = [], self.total - tokens
         if tokens > 0:
             for node in self.order.victims():
                 parts.append(node.slots)
-                freed += node.end - node.start
                 self._remove(node)
-                if freed >= tokens:
+                if self.total <= rest:
                     break
         return parts[0] if len(parts) == 1 else join(parts)
 
@@ -464,22 +454,22 @@ class Tree(Waiting):
         """An unlocked leaf loses its KV: it leaves the tree, or stays as a ghost while somebody waits for it."""
         parent = leaf.parent
         self.order.remove(leaf)
-        self.evictable -= leaf.end - leaf.start
+        self.total -= len(leaf.slots)
+        self.evictable -= len(leaf.slots)
         parent.kids -= 1
         if self.events is not None:
             self.events.removed(leaf)
         leaf.slots = None
         if leaf.waiters or leaf.leaders:
             leaf.blocked = leaf.leaders > 0 and leaf.end - parent.end >= WAIT_FOR_LEADER
-            if leaf.first is not None:
-                self._enter(leaf)
-                self._refresh(parent)
+            self._park_anew(leaf)
         else:
             del parent.children[leaf.key[: self._page]]
             leaf.parent = None
-        if not parent.kids and not parent.is_root and not parent.locks:
+        if parent.parent is None:
+            self._prune(parent)
+        elif not parent.kids and not parent.locks:
             self.order.bare(parent)
-        self._prune(parent)
 
     # -- those that wait --
 
@@ -488,15 +478,11 @@ class Tree(Waiting):
         key = key_bytes(key)
         node, at, end = self.roots.setdefault(namespace, self.root(namespace)), 0, self._whole_pages(len(key))
         while at < end:
-            child = node.children.get(key[at : at + self._page])
-            if child is None:
-                child = node.children[key[at : at + self._page]] = Node(node, key[at:end], None, namespace)
-            elif at + len(child.key) > end or not key.startswith(child.key, at):
-                child = self._split(child, self._common(child.key, key, at, end) // TOKEN_BYTES)
-            node, at = child, at + len(child.key)
+            node = self._child(node, key, at, end)
+            at += len(node.key)
         waiter = Waiter(node, arrival, request)
         self._count(node, waiters=1)
-        self._join(node, arrival, waiter)
+        self._join(node, waiter, None)
         self._refresh(node)
         return waiter
 
@@ -511,23 +497,6 @@ class Tree(Waiting):
                 if ghosts or node.slots is not None:
                     stack.extend(reversed(node.children.values()))
                     yield node
-
-    def render(self, decode: Callable[[list[int]], str] | None = None, width: int = 60) -> str:
-        """The tree as text, a node a line, spans cut to `width` characters; `decode` turns token ids into words."""
-        lines = []
-        for namespace, root in self.roots.items():
-            lines.append(f"root {namespace!r}" if namespace else "root")
-            stack = [(child, "") for child in reversed(root.children.values())]
-            while stack:
-                node, indent = stack.pop()
-                last = next(reversed(node.parent.children.values())) is node
-                text = decode(node.tokens.tolist()) if decode else " ".join(map(str, node.tokens.tolist()))
-                text = text if len(text) <= width else text[: width - 3] + "..."
-                facts = [f"{node.end - node.start} tok"] + ["not computed"] * node.is_ghost + [f"{node.waiters} waiting"] * (node.waiters > 0)
-                facts += [f"{node.locks} locks"] * (node.locks > 0) + [f"{node.hits} hits"] * (node.hits > 1)
-                lines.append(f"{indent}{'`-- ' if last else '|-- '}{text}  ({', '.join(facts)})")
-                stack += [(child, indent + ("    " if last else "|   ")) for child in reversed(node.children.values())]
-        return "\n".join(lines or ["(empty)"])
 
     def check(self) -> None:
         """Audits every counter and link of tree and eviction order; raises AssertionError that names the node at fault."""
@@ -575,8 +544,21 @@ class Tree(Waiting):
 
 
 def draw(tree: Tree, decode: Callable[[list[int]], str] | None = None, width: int = 60) -> str:
-    """A tree as text, whoever has it: see `Tree.render`."""
-    return tree.render(decode, width)
+    """A tree as text, a node a line, spans cut to `width` characters; `decode` turns token ids into words."""
+    lines = []
+    for namespace, root in tree.roots.items():
+        lines.append(f"root {namespace!r}" if namespace else "root")
+        stack = [(child, "") for child in reversed(root.children.values())]
+        while stack:
+            node, indent = stack.pop()
+            last = next(reversed(node.parent.children.values())) is node
+            text = decode(node.tokens.tolist()) if decode else " ".join(map(str, node.tokens.tolist()))
+            text = text if len(text) <= width else text[: width - 3] + "..."
+            facts = [f"{node.end - node.start} tok"] + ["not computed"] * node.is_ghost + [f"{node.waiters} waiting"] * (node.waiters > 0)
+            facts += [f"{node.locks} locks"] * (node.locks > 0) + [f"{node.hits} hits"] * (node.hits > 1)
+            lines.append(f"{indent}{'`-- ' if last else '|-- '}{text}  ({', '.join(facts)})")
+            stack += [(child, indent + ("    " if last else "|   ")) for child in reversed(node.children.values())]
+    return "\n".join(lines or ["(empty)"])
 
 
 def join(parts: list[np.ndarray]) -> np.ndarray:
@@ -649,7 +631,7 @@ def replay_figure_3() -> Iterator[tuple[str, int, int, list[str], str]]:
             tree.insert(ids[handle.end :], free[:fresh_len], below=handle)
             tree.unlock(handle)
             asked_len, hit_len, free = asked_len + len(ids), hit_len + handle.end, free[fresh_len:]
-        yield title, asked_len, hit_len, evicted, tree.render(decode)
+        yield title, asked_len, hit_len, evicted, draw(tree, decode)
 
 
 if __name__ == "__main__":

@@ -51,6 +51,7 @@ MASS_SLACK = 1e-6       # what a boundary may miss by rounding alone and still c
 GAP_SLACK = 5e-6        # ... and in logits for min-p
 REMOVED = -1e38         # added to what a filter removes: below every logit, and unlike -inf it can be multiplied by 0
 NEVER = 2**62           # `until` of a bias that always holds
+OTHER_NOISE = 0x3C6EF372FE94F82B  # a seed's other stream: what rejects a guess must not know the noise that it was drawn with
 
 VALUES = 7              # columns of SamplingState.values
 INV_TEMPERATURE, TOP_K, TOP_P, MIN_P_GAP, REPETITION, FREQUENCY, PRESENCE = range(VALUES)
@@ -76,6 +77,23 @@ class Bias:
     tokens: Tensor    # [M] int64
     values: Tensor    # [M] fp32
     until: Tensor     # [M] int64
+
+
+@dataclass(frozen=True)
+class Branch:
+    """Guesses that stand between a row's known tokens and the place that is sampled, where rows are nodes of draft trees (spec.py): penalties
+    count them."""
+
+    tokens: Tensor    # [N, K] int64
+    real: Tensor      # [N, K] fp32, 1 where a guess is an ancestor of the node or the node itself, else 0
+
+
+@dataclass(frozen=True)
+class Guesses:
+    """What a drafter has guessed comes at each batch row, for rejection sampling."""
+
+    tokens: Tensor           # [N] int64, -1: nothing
+    q: Tensor | None         # [N, V] fp32: what it was drawn from, masked and filtered as p is, by noise other than ours; None: it is certain
 
 
 @dataclass(frozen=True)
@@ -166,17 +184,19 @@ class SamplingState:
             penalised=self._blocks(penalised), repetition=self._blocks(repetition), bias=self._bias(biased),
             logprobs=self._index(wanted) if wanted else None, logprobs_k=min(most, self.vocab_size))
 
-    def sample(self, logits: Tensor, positions: Tensor, batch: SamplingBatch, mask: Tensor | None = None) -> Sampled:
+    def sample(self, logits: Tensor, positions: Tensor, batch: SamplingBatch, mask: Tensor | None = None, branch: Branch | None = None,
+               guesses: Guesses | None = None) -> Sampled:
         """Draw one token for every batch row. Never waits for the device.
 
         logits [N, V] fp32, contiguous: MUTATED (edits are made in place). positions [N] int64: the index, in its sequence, of the
         token being drawn. mask [N, ceil(V / 32)] int32: allowed tokens as bits (see `apply_mask`), all ones for a row without a
-        grammar. Also counts the drawn tokens of rows with penalties.
+        grammar. Also counts the drawn tokens of rows with penalties, but not where `branch` is given: then they are judged first, see `count`.
+        guesses: keep a guess with probability min(1, p / q), else draw of what p has more than q; of rows that are not greedy.
         """
         raw = None if batch.logprobs is None else logits[batch.logprobs]                # [L, V]
         if isinstance(batch.logprobs, slice) and (mask is not None or batch.penalised or batch.bias is not None):
             raw = raw.clone()       # a slice is a view, and the edits below would show through it
-        self._penalise(logits, batch)
+        self._penalise(logits, batch, branch)
         if batch.bias is not None:
             add_bias(logits, positions, batch.bias)
         if mask is not None:
@@ -186,15 +206,38 @@ class SamplingState:
         in_one = logits.device.type == "cpu" and native.library() is not None
         for work, blocks in batch.groups:
             for block in blocks:
-                if in_one and not work.greedy:
+                if guesses is not None and not work.greedy:
+                    best[block], tokens[block] = self._keep_or_draw(logits, positions, batch, work, block, guesses)
+                elif in_one and not work.greedy:
                     best[block], tokens[block] = self._draw(logits, positions, batch, block)
                 else:
                     z = logits[block] if work.greedy else self._perturbed(logits, positions, batch, work, block)
                     best[block], tokens[block] = first_max(z)
-        for block in batch.penalised:
-            drawn = (batch.rows[block], tokens[block])
-            self.counts.index_put_(drawn, self.counts.new_ones(()), accumulate=True)
+        if branch is None:
+            for block in batch.penalised:
+                self.count(batch.rows[block], tokens[block], self.counts.new_ones(()))
         return Sampled(tokens, ~torch.isfinite(best), *_spread(raw, tokens, batch))
+
+    def count(self, rows: Tensor, tokens: Tensor, real: Tensor) -> None:
+        """Tokens that rows have put out, for their penalties: rows (request rows) and tokens int64, `real` fp32 (1, or 0 for none), of shapes that
+        go together. Only once there are rows with penalties (`counts`)."""
+        self.counts.index_put_((rows, tokens), real, accumulate=True)
+
+    def _keep_or_draw(self, logits: Tensor, positions: Tensor, batch: SamplingBatch, work: Work, block: Index,
+                      guesses: Guesses) -> tuple[Tensor, Tensor]:
+        """Rejection sampling of the rows `block` (Leviathan et al. 2023): (a number that is finite if the logits are, the token)."""
+        p = self._filtered(logits, batch, work, block).softmax(-1)                      # [n, V]
+        guess = guesses.tokens[block]                                                   # [n]
+        there, at = (guess >= 0).float(), guess.clamp(min=0)[:, None]
+        q = torch.zeros_like(p).scatter_(1, at, there[:, None]) if guesses.q is None else guesses.q[block] * there[:, None]
+        keys = _keys(self.seeds[batch.rows[block]] ^ OTHER_NOISE, positions[block])
+        spare = [torch.empty_like(p) for _ in range(2)]
+        coin = torch.exp(-torch.exp(_log_exponential(keys, _token_words(at.new_tensor([self.vocab_size])), [x[:, :1] for x in spare])))[:, 0]
+        kept = (guess >= 0) & (coin * q.gather(1, at)[:, 0] < p.gather(1, at)[:, 0])
+        left = (p - q).clamp_(min=0)
+        left = torch.where(left.sum(-1, keepdim=True) > 0, left, p).log_()              # rounding may leave nothing of a p that equals q
+        left.sub_(_log_exponential(keys, self.words, spare))
+        return p.amax(-1), torch.where(kept, guess, left.argmax(-1))
 
     def _draw(self, logits: Tensor, positions: Tensor, batch: SamplingBatch, block: Index) -> tuple[Tensor, Tensor]:
         """`_perturbed` and `first_max` of the rows `block`, in kernels.cpp: (greatest value, its token)."""
@@ -209,6 +252,12 @@ class SamplingState:
 
     def _perturbed(self, logits: Tensor, positions: Tensor, batch: SamplingBatch, work: Work, block: Index) -> Tensor:
         """The rows `block` of the edited logits, divided by the temperature, filtered, with noise: [n, V] in scratch."""
+        z = self._filtered(logits, batch, work, block)
+        keys = _keys(self.seeds[batch.rows[block]], positions[block])
+        return z.sub_(_log_exponential(keys, self.words, [buffer[:len(z)] for buffer in self.scratch[1:]]))
+
+    def _filtered(self, logits: Tensor, batch: SamplingBatch, work: Work, block: Index) -> Tensor:
+        """The rows `block` of the edited logits, divided by the temperature, filtered: [n, V] in scratch."""
         if not self.scratch:
             self.scratch = [torch.empty(self.block_rows, self.vocab_size, device=self.device) for _ in range(4)]
         rows = batch.rows[block]
@@ -220,22 +269,27 @@ class SamplingState:
             torch.index_select(logits, 0, block, out=z).mul_(values[:, INV_TEMPERATURE, None])
         if any(work):
             filter_(z, values, work, spare)
-        return z.sub_(_log_exponential(_keys(self.seeds[rows], positions[block]), self.words, spare))
+        return z
 
-    def _penalise(self, logits: Tensor, batch: SamplingBatch) -> None:
+    def _penalise(self, logits: Tensor, batch: SamplingBatch, branch: Branch | None) -> None:
         """Repetition, then frequency and presence, in place on the batch rows that have them."""
         for block in batch.repetition:
             rows = batch.rows[block]
             z, penalty = logits[block], self.values[rows, REPETITION, None]
-            seen = torch.maximum(self.counts[rows].clamp_(max=1), self.in_prompt[rows])
+            seen = torch.maximum(self._counts(batch, block, branch).clamp_(max=1), self.in_prompt[rows])
             # z / penalty above zero, z * penalty below, for seen tokens. As arithmetic: `where` is ten times slower on a CPU.
             factor = torch.gt(z, 0, out=torch.empty_like(z)).mul_(1 / penalty - penalty).add_(penalty - 1)
             logits[block] = z.mul_(factor.mul_(seen).add_(1))
         for block in batch.penalised:
             rows = batch.rows[block]
-            counts = self.counts[rows]                                                  # [n, V] fp32, a copy
+            counts = self._counts(batch, block, branch)
             z = logits[block].sub_(counts * self.values[rows, FREQUENCY, None])
             logits[block] = z.sub_(counts.clamp_(max=1).mul_(self.values[rows, PRESENCE, None]))
+
+    def _counts(self, batch: SamplingBatch, block: Index, branch: Branch | None) -> Tensor:
+        """How often each token stands in the output of the rows `block`, guesses on their branch included: [n, V] fp32, a copy."""
+        counts = self.counts[batch.rows[block]]
+        return counts if branch is None else counts.scatter_add_(1, branch.tokens[block], branch.real[block])
 
     def _blocks(self, index: list[int]) -> list[Index]:
         return [self._index(index[i:i + self.block_rows]) for i in range(0, len(index), self.block_rows)]

@@ -11,14 +11,13 @@ A pass (`next_batch`) spends one token budget: running requests first (decode ro
 waiting ones in the order of the policy, as budget, rows and memory allow. Waiting requests hang in the tree (radix.py), so the longest match
 or the heaviest subtree is known without a look at the queue. A prompt's tokens enter the tree *when their step is launched*, so the next
 candidate of the same pass already matches them: 64 cold prompts that share 30 tokens are admitted in one pass, and the shared tokens are
-computed once. A candidate waits only where a leader will compute at least 32 more tokens that both need.
+computed once. A candidate waits only where a leader will compute at least 32 more tokens that both need. The tree shares whole pages; of the page
+in which two requests part, the second copies what the first has, or computes in the same step (`_copy_begun_page`), so samples and forks of a
+prompt compute one token each at any page size.
 
 Memory never deadlocks: a request is refused at `add` if it could not run alone, is admitted only where its prompt and its likely output fit
 beside what the running ones still need, and when the guess was wrong the cheapest running request is *retracted*: its KV stays in the tree,
 its tokens stay known, it queues again and adopts what is left. Nothing is recomputed but what was evicted meanwhile.
-
-Rows of a batch lie in depth-first tree order, so the rows below any node are one range: `Batch.shared` lists, at every level, which rows
-share which run of columns. Attention reads each such run once.
 
 Only this file writes a `Req`, calls the tree's mutators and moves slots. A request's row and lock are given up after the last step that holds
 them has committed, never before; that is what `in_flight` counts.
@@ -30,16 +29,19 @@ its path, whatever the length of the queue; policies that are a sort key look at
 
 from __future__ import annotations
 
+import array
 import bisect
 import collections
+import itertools
 import operator
 import random
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from .layout import Layout
 from .memory import Rows, SlotAllocator, Writes
 from .policies import POLICIES
 from .protocol import Request, RequestError, SamplingParams
@@ -49,6 +51,7 @@ from .waiting import Waiter
 OLDEST_AFTER = 8         # starts that may pass the oldest waiting request over; then it goes first
 OUTPUT_ESTIMATE = 4096   # an output is never expected to be longer than this
 RATIO_START, RATIO_MIN, RATIO_DECAY, RATIO_RAISE = 0.7, 0.1, 0.995, 0.3  # share of max_tokens that requests are expected to use
+DONORS = 8               # running requests and nodes that are looked at for the beginning of a page
 RETRY_ADMISSION = 16     # steps after which a full pool is looked at again although nothing was given back
 
 
@@ -60,7 +63,8 @@ class Req:
         self.request, self.params, self.rid, self.seed = request, request.params, request.rid, seed
         self.prompt = np.array(request.prompt_ids, np.int32)
         self.output_ids: list[int] = []
-        self.max_new = max_new
+        self.prompt_len, self.max_new = len(self.prompt), max_new
+        self.last_column = self.prompt_len + max(max_new - 1, 0)  # columns it can ever need: the last sampled token needs no KV
         self.arrival = arrival
         self.state = "waiting"            # waiting, running, finished; a retracted request waits again
         self.leaving = ""                 # where a request that is still in flight goes once it has landed: "queue" or "done"
@@ -69,9 +73,10 @@ class Req:
         self.node: Node | None = None     # the deepest tree node of its path; locked while the request runs
         self.own_start = 0
         self.store_from = 0               # columns before this one have their KV from others, maybe in the same step: never stored again
-        self.own: list[int] = []          # slots of columns own_start.., whole pages
+        self.own = array.array("i")       # slots of columns own_start.., whole pages
         self.computed_len = 0
-        self.pending = 0                  # tokens being sampled in steps not yet committed
+        self.pending = 0                  # tokens being sampled in steps not yet committed, one a step
+        self.guessed = 0                  # and as many more at most, where guesses turn out right
         self.in_flight = 0                # steps launched and not yet committed that hold this request
         self.cached_tokens: int | None = None   # prompt tokens found in the tree at first admission
         self.prompt_logprobs_from: int | None = None  # prompt position whose logprob is still owed, or None
@@ -87,21 +92,12 @@ class Req:
         self._key = b""
 
     @property
-    def prompt_len(self) -> int:
-        return len(self.prompt)
-
-    @property
     def known_len(self) -> int:
-        return len(self.prompt) + len(self.output_ids)
+        return self.prompt_len + len(self.output_ids)
 
     @property
     def seq_len(self) -> int:
-        return len(self.prompt) + len(self.output_ids) + self.pending
-
-    @property
-    def last_column(self) -> int:
-        """Columns it can ever need: the last sampled token needs no KV."""
-        return len(self.prompt) + max(self.max_new - 1, 0)
+        return self.prompt_len + len(self.output_ids) + self.pending
 
     @property
     def columns(self) -> int:
@@ -116,6 +112,11 @@ class Req:
     def launchable(self) -> bool:
         return not self.leaving and self.seq_len > self.computed_len and (
             self.max_new == 0 or len(self.output_ids) + self.pending < self.max_new)
+
+    @property
+    def decodes(self) -> bool:
+        """Whether its next step computes the last known token alone, and guesses at what follows."""
+        return self.seq_len - self.computed_len == 1 and self.place is None and self.launchable
 
     def ids(self) -> np.ndarray:
         """All known ids. [known_len] int32."""
@@ -134,8 +135,11 @@ class Batch:
     step: int
     reqs: list[Req]
     rows: np.ndarray        # [B] i32 row of the device tables
-    starts: np.ndarray      # [B] i32 first column computed
-    q_lens: np.ndarray      # [B] i32 columns computed
+    starts: np.ndarray      # [B] i32 first column computed, but for guesses in flight: then it may be up to `slack` further
+    q_lens: np.ndarray      # [B] i32 columns computed, guesses included
+    guesses: np.ndarray     # [B] i32 guesses at most that are verified behind the last known token
+    slack: np.ndarray       # [B] i32
+    limits: np.ndarray      # [B] i32 columns that have a slot
     store_from: np.ndarray  # [B] i32 columns before this one have their KV in the tree: what is recomputed there is not stored
     complete: np.ndarray    # [B] bool the step reaches the last known token
     samples: np.ndarray     # [B] bool and samples the next one
@@ -146,8 +150,8 @@ class Batch:
 
     @property
     def kv_bounds(self) -> np.ndarray:
-        """[B] i32 columns that exist once the step has stored its KV."""
-        return self.starts + self.q_lens
+        """[B] i32 upper bounds of the columns that exist once the step has stored its KV."""
+        return self.starts + self.q_lens + self.slack
 
     @property
     def num_tokens(self) -> int:
@@ -161,6 +165,7 @@ class Counters:
     cached_tokens: int = 0
     output_tokens: int = 0
     computed_tokens: int = 0
+    copied_tokens: int = 0
     evicted_tokens: int = 0
     retractions: int = 0
     preemptions: int = 0
@@ -169,6 +174,13 @@ class Counters:
 
 
 ARRIVAL = operator.attrgetter("arrival")
+
+
+def common_len(a: bytes, b: bytes) -> int:
+    """Tokens with which two keys begin alike."""
+    n = min(len(a), len(b)) // 4
+    differ = np.frombuffer(a, np.int32, n) != np.frombuffer(b, np.int32, n)
+    return int(differ.argmax()) if differ.any() else n
 
 
 def _insert(reqs: list[Req], req: Req) -> None:
@@ -224,11 +236,11 @@ class Scheduler:
         self._arrivals = self._passed_over = 0
         self._writes = Writes()           # for the next step that is launched
         self._suspects: set[Req] = set()
-        self._published: set[Req] = set()  # this pass; their new nodes have no KV yet, so they are nobody's victims
+        self._published: set[Req] = set()  # this pass; others count on what they compute or have, so they are nobody's victims
+        self._copied: list[Node] = []     # this pass; nodes that are copied from, so locked
         self._full_until = (0, -1)        # admission found no place: look again at this step, or when `_events` has moved on
         self._events = 0
-        self._layout_key: tuple = ()
-        self._layout: tuple[list[int], list[tuple[int, int, int, int]]] = ([], [])
+        self._layout = Layout()
 
     # ---------------------------------------------------------------------------------------------------------------- requests in, out
 
@@ -295,60 +307,77 @@ class Scheduler:
 
     # ------------------------------------------------------------------------------------------------------------------------ the pass
 
-    def next_batch(self) -> Batch | None:
-        """Plan one step: None where nothing can run now. Locks, slots, rows and tree nodes of the step are taken here."""
+    def next_batch(self, guesses: Mapping[Req, int] = {}) -> Batch | None:
+        """Plan one step: None where nothing can run now. Locks, slots, rows and tree nodes of the step are taken here. guesses: how many a
+        request that decodes may have verified; fewer where memory is short, or as many tokens are not asked for."""
         self.step += 1
         self._published.clear()
         plan: dict[Req, int] = {}  # request -> tokens
-        self._plan_decodes(plan)
-        budget = max(self.token_budget - len(plan), self.page)  # prompts go on, however many rows decode
+        guesses = self._plan_decodes(plan, guesses)
+        budget = max(self.token_budget - len(plan) - sum(guesses.values()), self.page)  # prompts go on, however many rows decode
         budget = self._plan_chunks(plan, budget)
         started = self._admit(plan, budget)
+        while self._copied:
+            self.tree.unlock(self._copied.pop())
         plan = {req: n for req, n in plan.items() if req.state == "running" and not req.leaving}
         if not plan:
             self.step -= 1
             return None
-        return self._launch(plan, [req for req in started if req in plan])
+        return self._launch(plan, guesses, [req for req in started if req in plan])
 
-    def _plan_decodes(self, plan: dict[Req, int]) -> None:
-        rows = [r for r in self.running if r.launchable and r.seq_len - r.computed_len == 1 and r.place is None]
-        missing = [self._missing(r, r.known_len + self.reserve) for r in rows]
+    def _plan_decodes(self, plan: dict[Req, int], guesses: Mapping[Req, int]) -> dict[Req, int]:
+        """Plan a token for each row that decodes; returns the guesses that there is room for."""
+        rows = [r for r in self.running if r.decodes]
+        guesses = {r: min(guesses[r], r.max_new - len(r.output_ids) - r.pending - 1) for r in rows if r in guesses}
+        needed = lambda req: req.known_len + self.reserve + req.guessed
+        missing = [self._missing(r, needed(r) + guesses.get(r, 0)) for r in rows]
         slots = self._alloc(sum(missing))
+        if slots is None and guesses:
+            guesses, missing = {}, [self._missing(r, needed(r)) for r in rows]
+            slots = self._alloc(sum(missing))
         if slots is not None:  # all at once, the common case
             for req, n in zip(rows, missing):
                 if n:
                     self._own(req, slots[:n])
                     slots = slots[n:]
                 plan[req] = 1
-            return
+            return guesses
         for req in sorted(rows, key=_dearest_first):  # who is served last is cheap to retract
-            if req.state == "running" and not req.leaving and self._make_room(req, req.known_len + self.reserve):
-                self._grow(req, req.known_len + self.reserve)
+            missing = self._missing(req, needed(req))
+            if req.state == "running" and not req.leaving and self._make_room(req, missing):
+                self._grow(req, missing)
                 plan[req] = 1
+        return guesses
 
     def _plan_chunks(self, plan: dict[Req, int], budget: int) -> int:
         for req in [r for r in self.running if r.launchable and (r.seq_len - r.computed_len > 1 or r.place is not None)]:
             if budget < self.page:
                 break
             if req.state == "running":
+                if self.cache:
+                    self._adopt(req)
                 budget -= self._plan_prefill(req, budget, plan)
         return budget
 
     def _plan_prefill(self, req: Req, budget: int, plan: dict[Req, int]) -> int:
-        """Extend a request whose next tokens are all known by up to `budget` of them; returns how many."""
-        retractions = None
-        while retractions != self.counters.retractions:  # who was retracted may have left in the tree what comes next here
-            if self.cache:
-                self._adopt(req)
-            upto = min(req.computed_len + budget, req.seq_len)
-            if upto < req.seq_len:
+        """Extend a request whose next tokens are all known, and which has adopted what there is, by up to `budget` of them; returns how many."""
+        while True:
+            retractions, seq_len = self.counters.retractions, req.seq_len
+            upto = min(req.computed_len + budget, seq_len)
+            if upto < seq_len:
                 upto -= upto % self.page  # a chunk ends with a page, so that all of it can enter the tree
-            columns = req.known_len + self.reserve if upto == req.seq_len else upto
-            retractions = self.counters.retractions
-            if upto <= req.computed_len or not self._make_room(req, columns):
+            missing = self._missing(req, req.known_len + self.reserve if upto == seq_len else upto)
+            if upto <= req.computed_len or not self._make_room(req, missing):
                 return 0
-        self._grow(req, columns)
+            if retractions == self.counters.retractions:
+                break
+            if self.cache:
+                self._adopt(req)  # who was retracted may have left in the tree what comes next here
+        begins = not req.own
+        self._grow(req, missing)
         if self.cache:
+            if begins and self.page > 1:
+                self._copy_begun_page(req, upto, plan)
             self._publish(req, upto)
             self._lead(req)
         plan[req] = upto - req.computed_len
@@ -376,8 +405,41 @@ class Scheduler:
         most = min(node.end, req.seq_len - 1)
         if req.prompt_logprobs_from is not None:
             most = min(most, max(req.prompt_logprobs_from - 1, 0))  # logits are not cached: these have to be computed again
-        req.computed_len = max(req.computed_len, most - most % self.page)
+        req.computed_len = max(req.computed_len, most)
         self._writes.length(req.row, req.computed_len)
+
+    def _copy_begun_page(self, req: Req, upto: int, plan: dict[Req, int]) -> None:
+        """Copy the KV of the next tokens from where most of them are, rather than compute it; at least one before `upto` is left to compute."""
+        last = upto - 1 if req.prompt_logprobs_from is None else min(upto, req.prompt_logprobs_from) - 1
+        if last <= req.computed_len or req.computed_len < req.own_start:
+            return
+        wanted, best, slots, donor = req.key()[4 * req.own_start:4 * last], 0, [], None
+        for other, key, there in itertools.islice(self._donors(req, plan), DONORS):
+            if (common := common_len(wanted, key)) > best:
+                best, slots, donor = common, there[:common], other
+            if 4 * best == len(wanted):
+                break
+        if donor is None:
+            return
+        if isinstance(donor, Req):
+            self._published.add(donor)
+        else:
+            self._copied.append(self.tree.lock(donor, counted_len=donor.end))
+        self._writes.copy(req.row, np.array(slots), np.array(req.own[:best]))
+        req.computed_len += best
+        self._writes.length(req.row, req.computed_len)
+
+    def _donors(self, req: Req, plan: dict[Req, int]) -> Iterator[tuple[Req | Node, bytes, Sequence[int]]]:
+        """Who may have KV of what comes next for a request: (request or node, key, slots) from `own_start` on, as far as it is there when the
+        step that is being planned has stored its own."""
+        for other in reversed(self.running):
+            here = other.node is req.node or other.own_start == req.own_start == 0 and other.node.namespace == req.node.namespace
+            if here and other is not req and not other.spoiled:
+                there = min(other.computed_len + plan.get(other, 0), other.known_len)
+                yield other, other.key()[4 * other.own_start:4 * there], other.own
+        for node in itertools.islice(reversed(req.node.children.values()), 4 * DONORS):
+            if node.slots is not None:
+                yield node, node.key, node.slots
 
     def _publish(self, req: Req, upto: int) -> None:
         """Hang the whole pages of the first `upto` tokens in the tree, with the request's own slots. The step to come computes them."""
@@ -401,12 +463,14 @@ class Scheduler:
                 self.tree.stop_leading(req.place)
                 req.place = None
 
-    def _launch(self, plan: dict[Req, int], started: list[Req]) -> Batch:
-        order, shared = self._tree_order(list(plan))
+    def _launch(self, plan: dict[Req, int], guesses: dict[Req, int], started: list[Req]) -> Batch:
+        order, shared = self._layout.arrange(list(plan))
         i32 = lambda values: np.fromiter(values, np.int32, len(order))
         complete = np.fromiter((r.computed_len + plan[r] == r.seq_len for r in order), bool, len(order))
         batch = Batch(self.step, order, rows=i32(r.row for r in order), starts=i32(r.computed_len for r in order),
-                      q_lens=i32(plan[r] for r in order), store_from=i32(r.store_from for r in order), complete=complete,
+                      q_lens=i32(plan[r] + guesses.get(r, 0) for r in order), guesses=i32(guesses.get(r, 0) for r in order),
+                      slack=i32(r.guessed for r in order), limits=i32(r.columns for r in order),
+                      store_from=i32(r.store_from for r in order), complete=complete,
                       samples=complete & np.fromiter((r.max_new > 0 for r in order), bool, len(order)),
                       owed_from=i32(-1 if r.prompt_logprobs_from is None else r.prompt_logprobs_from for r in order),
                       started=started, shared=shared, writes=self._writes)
@@ -414,11 +478,13 @@ class Scheduler:
         for req, samples in zip(order, batch.samples.tolist()):
             req.computed_len += plan[req]
             req.pending += samples
+            req.guessed += guesses.get(req, 0)
             req.in_flight += 1
         self.slots.launch(self.step)
         self.rows.launch(self.step)
         self.counters.steps += 1
         self.counters.computed_tokens += batch.num_tokens
+        self.counters.copied_tokens += batch.writes.copied
         self.ratio = max(RATIO_MIN, self.ratio * RATIO_DECAY)
         return batch
 
@@ -465,17 +531,19 @@ class Scheduler:
             if budget < self.page or self._suspects and any(r.suspect or req.suspect for r in self.running):
                 break
             node = self._lock(req, self.tree.parking(req.place.node)) if self.cache else self.tree.root(req.request.namespace)
-            lacking = lambda: self._expected_columns(req) - node.end + promised - self.slots.available - self.tree.evictable
+            needed = self._expected_columns(req)
+            lacking = lambda: needed - node.end + promised - self.slots.available - self.tree.evictable
             no_place = lambda: self._rows_are_full or bool(self.running) and lacking() > 0
-            if no_place() and self.preempts and not self._memory_is_coming:
-                self._preempt(req, lacking())
-                promised = sum(self._still_needed(r) for r in self.running)
             if no_place():
-                if self.cache:
-                    self.tree.unlock(node)
-                if not self._memory_is_coming:
-                    self._full_until = (self.step + RETRY_ADMISSION, self._events)
-                break
+                if self.preempts and not self._memory_is_coming:
+                    self._preempt(req, lacking())
+                    promised = sum(self._still_needed(r) for r in self.running)
+                if no_place():
+                    if self.cache:
+                        self.tree.unlock(node)
+                    if not self._memory_is_coming:
+                        self._full_until = (self.step + RETRY_ADMISSION, self._events)
+                    break
             self._start(req, node)
             used = self._plan_prefill(req, budget, plan)
             if not used:  # what it would need waits in limbo: not now
@@ -484,7 +552,7 @@ class Scheduler:
                 break
             started.append(req)
             budget -= used
-            promised += self._still_needed(req)
+            promised += max(needed - req.columns, 0)
         return started
 
     def _preempt(self, req: Req, lacking: int) -> None:
@@ -521,7 +589,6 @@ class Scheduler:
         req.state, req.node, req.row = "running", node, self.rows.alloc()
         if req.started_at is None:
             req.started_at = self.clock()
-        req.own_start, req.own, req.computed_len = 0, [], 0
         self._writes.tokens(req.row, 0, req.ids())
         self._take_path(req, node)
         if req.cached_tokens is None:
@@ -555,12 +622,11 @@ class Scheduler:
 
     def _own(self, req: Req, slots: np.ndarray) -> None:
         self._writes.slots(req.row, req.columns, slots)
-        req.own.extend(slots.tolist())
+        req.own.frombytes(slots.tobytes())
 
-    def _make_room(self, req: Req, columns: int) -> bool:
-        """Retract others until there are slots for a row's first `columns` columns. False where it has to sit this step out, or was itself
-        retracted."""
-        while self._missing(req, columns) > self.slots.available + self.tree.evictable:
+    def _make_room(self, req: Req, missing: int) -> bool:
+        """Retract others until there are the slots that a row is missing. False where it has to sit this step out, or was itself retracted."""
+        while missing > self.slots.available + self.tree.evictable:
             if self.slots.in_limbo or any(r.leaving for r in self.running):
                 return False  # memory is on its way: it comes with the step that holds it
             victims = [r for r in self.running if r not in self._published]
@@ -568,15 +634,15 @@ class Scheduler:
                 return False
             victim = max(victims, key=_dearest_first)
             if victim is req and len(self.running) == 1 and not req.in_flight:
-                raise AssertionError(f"{req.rid}: {columns} columns do not fit an otherwise empty pool of {self.slots.capacity}")
+                raise AssertionError(f"{req.rid}: {missing} more slots are not in an otherwise empty pool of {self.slots.capacity}")
             self._retract(victim)
             if victim is req:
                 return False
         return True
 
-    def _grow(self, req: Req, columns: int) -> None:
-        """Give a row the slots that it lacks for its first `columns` columns: there is room."""
-        if missing := self._missing(req, columns):
+    def _grow(self, req: Req, missing: int) -> None:
+        """Give a row the slots that it is missing: there is room."""
+        if missing:
             self._own(req, self._alloc(missing))
 
     def _retract(self, req: Req) -> None:
@@ -617,7 +683,7 @@ class Scheduler:
 
     def _release(self, req: Req) -> None:
         """Give up row, slots and lock. What was computed enters the tree, up to the last known token, unless the request was spoiled."""
-        upto = min(req.computed_len, req.known_len)
+        upto = min(req.computed_len, req.known_len, req.columns)  # a step may have run over what was asked for
         count = max(upto - upto % self.page - req.own_start, 0) if self.cache and not req.spoiled else 0
         own = np.array(req.own, np.int32)
         if count:
@@ -636,19 +702,23 @@ class Scheduler:
         self._writes.forget(req.row)
         self.rows.free(req.row)
         self.running.remove(req)
-        req.node, req.own, req.row, req.spoiled = None, [], 0, False
-        req.own_start = req.store_from = req.computed_len = req.pending = 0
+        req.node, req.own, req.row, req.spoiled = None, array.array("i"), 0, False
+        req.own_start = req.store_from = req.computed_len = req.pending = req.guessed = 0
 
     # --------------------------------------------------------------------------------------------------------------------- results back
 
-    def commit(self, batch: Batch, tokens: list[list[int]], finished: Iterable[bool], spoiled: Collection[Req] = ()) -> None:
+    def commit(self, batch: Batch, tokens: list[list[int]], finished: Iterable[bool], spoiled: Collection[Req] = (),
+               paths: Iterable[Sequence[int]] | None = None) -> None:
         """Take a step's results: per batch row the tokens it sampled, and whether the request ends with them. The KV of `spoiled` requests
-        does not stay in the tree."""
+        does not stay in the tree. paths: of a row's guesses those that were right, in order; guess i stood i columns behind the last known token."""
         self.slots.commit(batch.step)
         self.rows.commit(batch.step)
-        for i, (req, new, done) in enumerate(zip(batch.reqs, tokens, finished)):
+        for i, (req, new, done, path) in enumerate(zip(batch.reqs, tokens, finished, paths or [()] * len(batch.reqs))):
             req.in_flight -= 1
             req.pending -= int(batch.samples[i])
+            req.guessed -= int(batch.guesses[i])
+            if req.leaving != "done" and path:
+                self._accept(req, path, int(batch.guesses[i]))
             if req.prompt_logprobs_from is not None:
                 owed = max(int(batch.starts[i] + batch.q_lens[i]) + 1, req.prompt_logprobs_from)
                 req.prompt_logprobs_from = owed if owed < req.prompt_len else None
@@ -663,6 +733,16 @@ class Scheduler:
                     req.suspect_until, req.leaving = 0, "queue"  # it is cleared; the next one takes its turn
             if req.leaving and not req.in_flight:
                 self._land(req)
+
+    def _accept(self, req: Req, path: Sequence[int], guesses: int) -> None:
+        """The device has put the KV of the right guesses behind that of the last known token: by their slots, where pages are single slots."""
+        req.computed_len += len(path)
+        if self.page == 1 and path[-1] != len(path):
+            first = req.known_len - req.own_start  # of the guesses' columns
+            taken = set(path)
+            order = [*path, *(node for node in range(1, min(guesses, len(req.own) - first) + 1) if node not in taken)]
+            here = req.own[first:first + len(order)]
+            req.own[first:first + len(order)] = array.array("i", (here[node - 1] for node in order))
 
     def fail(self, batches: list[Batch]) -> list[Req]:
         """The steps in flight, all of them: the first has failed, the others did not run. Take their nodes back and queue their requests again.
@@ -696,42 +776,7 @@ class Scheduler:
             self._land(req)
         return alone
 
-    # ------------------------------------------------------------------------------------------------------------------ tree order, audit
-
-    def _tree_order(self, reqs: list[Req]) -> tuple[list[Req], list[tuple[int, int, int, int]]]:
-        """The requests in depth-first tree order, and the runs that ranges of them share: (first, last, start column, end column)."""
-        key = tuple((req, req.node) for req in reqs)
-        if key == self._layout_key:  # a decode step like the last one; splits of locked nodes change no run
-            return self._layout
-        below: dict[Node, list] = {}  # node -> what hangs there: requests of the batch, and nodes on the way to some
-        tops: list[Node] = []
-        for req in reqs:
-            item, node = req, req.node
-            while node is not None:
-                if node in below:
-                    below[node].append(item)
-                    break
-                below[node] = [item]
-                if node.parent is None:
-                    tops.append(node)
-                item, node = node, node.parent
-        order: list[Req] = []
-        shared: list[tuple[int, int, int, int]] = []
-        stack: list = [(node, None) for node in reversed(tops)]
-        while stack:
-            item, first = stack.pop()
-            if isinstance(item, Req):
-                order.append(item)
-            elif first is None:
-                stack.append((item, len(order)))
-                stack.extend((child, None) for child in reversed(below[item]))
-            elif len(order) - first > 1 and item.end > item.start:
-                run = (first, len(order), item.start, item.end)
-                if shared and shared[-1][:3] == (first, len(order), item.end):  # same rows further down: one longer run
-                    run = (*run[:3], shared.pop()[3])
-                shared.append(run)
-        self._layout_key, self._layout = key, (order, shared)
-        return order, shared
+    # ------------------------------------------------------------------------------------------------------------------ audit
 
     @property
     def unwritten_rows(self) -> set[int]:
@@ -751,7 +796,7 @@ class Scheduler:
         rows = sorted([req.row for req in self.running] + list(self.rows.idle_rows()))
         assert rows == list(range(1, len(self.rows.length))), f"rows are lost or owned twice: {rows}"
         for req in self.running:
-            assert req.own_start == req.node.end and req.columns >= req.computed_len, f"{req.rid}: KV without a slot"
+            assert req.own_start == req.node.end and (req.columns >= req.computed_len or req.leaving), f"{req.rid}: KV without a slot"
             assert req.node.locks > 0 or req.node.parent is None, f"{req.rid}: its path is not locked"
         assert all(req.row == 0 and not req.own for req in self.waiting), "a waiting request holds memory"
         assert not self.cache or self.tree.waiting == len(self.waiting) and all(r.place.waits and r.place.request is r for r in self.waiting), \

@@ -87,7 +87,7 @@ def hit_rate(stats: dict) -> float:
 
 # What /metrics makes of the engine's stats. The names behind the prefix are SGLang's; a counter's name gets the ending _total.
 PREFIX = "nano_sgl:"
-GAUGES: dict[str, tuple[str, Callable[[dict], float]]] = {
+GAUGES: dict[str, tuple[str, Callable[[dict], float | None]]] = {
     "num_running_reqs": ("Requests in the running batch.", lambda stats: stats["running"]),
     "num_queue_reqs": ("Requests that wait for their first step.", lambda stats: stats["waiting"]),
     "num_used_tokens": ("KV slots that running requests hold.", used_tokens),
@@ -95,6 +95,8 @@ GAUGES: dict[str, tuple[str, Callable[[dict], float]]] = {
     "num_cached_tokens": ("KV slots that the tree holds and nobody uses now.", lambda stats: stats["kv_cached"]),
     "max_total_num_tokens": ("All KV slots.", lambda stats: stats["kv_capacity"]),
     "cache_hit_rate": ("Share of all prompt tokens so far whose KV was in the tree.", hit_rate),
+    "spec_accept_length": ("Tokens that a request's step of decoding has made so far, on average.", lambda stats: stats.get("spec_accept_length")),
+    "spec_accept_rate": ("Share of all judged guesses so far that were right.", lambda stats: stats.get("spec_accept_rate")),
 }
 COUNTERS = {
     "prompt_tokens": ("Prompt tokens of started requests.", "prompt_tokens"),
@@ -105,6 +107,11 @@ COUNTERS = {
     "num_retracted_requests": ("Running requests that were sent back into the queue because memory was short.", "retractions"),
     "num_preempted_requests": ("Running requests that were sent back into the queue for one of higher priority.", "preemptions"),
     "evicted_tokens": ("Tokens whose KV was pushed out of the tree.", "evicted_tokens"),
+    "spec_verify_calls": ("Steps of decoding, counted for each request; with guesses or without.", "spec_verify_ct"),
+    "spec_num_proposed_drafts": ("Guesses judged.", "spec_num_proposed_drafts"),
+    "spec_num_correct_drafts": ("Those that were right.", "spec_num_correct_drafts"),
+    "spec_draft_seconds": ("Seconds that making guesses took.", "spec_draft_time"),
+    "spec_verify_seconds": ("Seconds of the steps that judged some, without that.", "spec_verify_time"),
 }
 
 
@@ -126,11 +133,17 @@ class Metrics:
     def collect(self) -> Iterator[Metric]:
         """The engine's counts, for the registry. A name that the stats lack is left out."""
         for name, (text, value) in GAUGES.items():
-            if self.stats:
-                yield GaugeMetricFamily(PREFIX + name, text, value(self.stats))
+            if self.stats and (now := value(self.stats)) is not None:
+                yield GaugeMetricFamily(PREFIX + name, text, now)
         for name, (text, key) in COUNTERS.items():
             if key in self.stats:
                 yield CounterMetricFamily(PREFIX + name, text, self.stats[key])
+        by_depth = GaugeMetricFamily(PREFIX + "spec_accept_rate_by_depth", labels=["depth"],
+                                     documentation="How often a guess so many tokens ahead was right, where all before it were.")
+        for depth, rate in enumerate(self.stats.get("spec_accept_rate_by_depth", ()), 1):
+            by_depth.add_metric([str(depth)], rate)
+        if by_depth.samples:
+            yield by_depth
 
     def text(self, stats: dict) -> bytes:
         """All of it, in Prometheus' format."""

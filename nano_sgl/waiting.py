@@ -48,8 +48,8 @@ class Waiter:
 
 class Waiting:
     """The part of a tree that follows those who wait. Of a node it keeps: `waiters` and `leaders` at or below; `line`, a heap of (arrival,
-    tick, waiter | ghost below); `first`, the earliest arrival in it; `blocked`; and where it `weighs`, `heavy`, a heap of (-waiters, tick,
-    child with KV)."""
+    tick, waiter, the ghost below that it is the first of, or None); `first`, the earliest waiter in it, None where it is `blocked`; and where it
+    `weighs`, `heavy`, a heap of (-waiters, tick, child with KV)."""
 
     roots: dict[str, Node]
     weighs: bool
@@ -58,7 +58,7 @@ class Waiting:
     def __init__(self, forest: Node) -> None:
         self.waiting = 0
         self._ticks = itertools.count()  # no two entries of a heap are equal
-        self._deepest: list[tuple[int, int, int, Node]] = []  # heap (-depth, arrival, tick, node with KV) of what is parked
+        self._deepest: list[tuple[int, int, int, Waiter, Node]] = []  # heap (-depth, arrival, tick, waiter, node with KV) of the firsts
         self._forest = self._cursor = forest  # stands above the roots, for `heaviest` alone; where that found the last one
 
     def leave(self, waiter: Waiter) -> None:
@@ -77,7 +77,7 @@ class Waiting:
     def advance(self, leader: Waiter) -> None:
         """Some of what a leader computes has been inserted: find out anew who has to wait for the rest."""
         coming, node = [], leader.node
-        while node.is_ghost:
+        while node.slots is None:
             coming.append(node)
             node = node.parent
         for ghost in reversed(coming):
@@ -87,7 +87,7 @@ class Waiting:
         """A leader has computed its path, or will not."""
         self._count(leader.node, leaders=-1)
         node = leader.node
-        while node.is_ghost:
+        while node.slots is None:
             if not node.leaders:
                 self._block(node, False)
             node = node.parent
@@ -95,14 +95,14 @@ class Waiting:
 
     def parking(self, node: Node) -> Node:
         """The last node with KV on the path to a node: where its waiters' longest match ends, if nobody leads."""
-        while node.is_ghost:
+        while node.slots is None:
             node = node.parent
         return node
 
     def is_blocked(self, waiter: Waiter) -> bool:
         """Whether a running request will compute what the waiter would otherwise compute too."""
         node = waiter.node
-        while node.is_ghost and not node.blocked:
+        while node.slots is None and not node.blocked:
             node = node.parent
         return node.blocked
 
@@ -110,9 +110,9 @@ class Waiting:
         """Of those that need not wait for a leader the one with the longest match, of several the earliest."""
         heap = self._deepest
         while heap:
-            _, arrival, _, node = heap[0]
-            if node.first == arrival and not node.is_ghost:
-                return self._earliest(node)
+            _, _, _, waiter, node = heap[0]
+            if node.first is waiter and node.slots is not None:
+                return waiter
             heapq.heappop(heap)
         return None
 
@@ -120,7 +120,7 @@ class Waiting:
         """The next one depth first: a subtree is served to its end, then the sibling with most waiters; where a node's children are
         done, the earliest parked at it."""
         node = self._cursor
-        if node.parent is None and self.roots.get(node.namespace) is not node or node.is_ghost:
+        if node.parent is None and self.roots.get(node.namespace) is not node or node.slots is None:
             node = self._forest
         done: set[Node] = set()
         while True:
@@ -129,7 +129,7 @@ class Waiting:
                 node = child
             elif node.first is not None:
                 self._cursor = node
-                return self._earliest(node)
+                return node.first
             elif node is self._forest:
                 return None
             else:
@@ -140,7 +140,7 @@ class Waiting:
         heap, passed, found = node.heavy, [], None
         while heap and found is None:
             weight, _, child = heap[0]
-            if child.waiters != -weight or not weight or child.parent is not (None if node is self._forest else node) or child.is_ghost:
+            if child.waiters != -weight or not weight or child.parent is not (None if node is self._forest else node) or child.slots is None:
                 heapq.heappop(heap)
             elif child in done:
                 passed.append(heapq.heappop(heap))
@@ -150,68 +150,54 @@ class Waiting:
             heapq.heappush(heap, entry)
         return found
 
-    def _earliest(self, node: Node) -> Waiter:
-        """Down the ghosts to the waiter that `first` speaks of."""
-        while True:
-            self._clean(node)
-            item = node.line[0][2]
-            if isinstance(item, Waiter):
-                return item
-            node = item
-
-    def _stands(self, node: Node, arrival: int, item: Waiter | Node) -> bool:
+    def _stands(self, node: Node, entry: tuple[int, int, Waiter, Node | None]) -> bool:
         """Whether an entry of a node's line still holds."""
-        if isinstance(item, Waiter):
-            return item.waits and item.node is node
-        return item.first == arrival and item.parent is node and item.slots is None and not item.blocked
+        _, _, waiter, ghost = entry
+        return waiter.waits and (ghost is None or ghost.first is waiter and ghost.parent is node and ghost.slots is None)
 
-    def _clean(self, node: Node) -> None:
-        """Throws out what no longer stands at the head of a line."""
-        line = node.line
-        while line and not self._stands(node, line[0][0], line[0][2]):
-            heapq.heappop(line)
-
-    def _join(self, node: Node, arrival: int, item: Waiter | Node) -> None:
-        """Puts a waiter, or a ghost below, into the line of a node; throws out all that no longer stands when that is most of it."""
-        heapq.heappush(node.line, (arrival, next(self._ticks), item))
+    def _join(self, node: Node, waiter: Waiter, ghost: Node | None) -> None:
+        """Puts a waiter into the line of the node where it ends, or where the ghost hangs whose first it is; throws out all that no longer
+        stands when that is most of it."""
+        node.line = node.line or []
+        heapq.heappush(node.line, (waiter.arrival, next(self._ticks), waiter, ghost))
         if len(node.line) > 4 * node.waiters + 64:
-            node.line = list({entry[2]: entry for entry in node.line if self._stands(node, entry[0], entry[2])}.values())
+            node.line = list({entry[2:]: entry for entry in node.line if self._stands(node, entry)}.values())
             heapq.heapify(node.line)
 
     def _refresh(self, node: Node) -> None:
         """The line of a node has changed: find its first, and tell the ghosts above as long as theirs changes too."""
         while True:
-            self._clean(node)
-            first = node.line[0][0] if node.line else None
-            if first == node.first:
+            line = node.line
+            while line and not self._stands(node, line[0]):
+                heapq.heappop(line)
+            first = line[0][2] if line and not node.blocked else None
+            if first is node.first:
                 return
             node.first = first
-            if not node.is_ghost:
+            if node.slots is not None:
                 return self._park(node)
             if first is not None:
-                self._enter(node)
+                self._join(node.parent, first, node)
             node = node.parent
 
-    def _enter(self, ghost: Node) -> None:
-        """Puts a ghost's first into the line of its parent."""
-        if not ghost.blocked:
-            self._join(ghost.parent, ghost.first, ghost)
+    def _park_anew(self, node: Node) -> None:
+        """A node has got its KV, or lost it: those in its line are parked here now, or above."""
+        node.first = None
+        self._refresh(node)
 
     def _park(self, node: Node) -> None:
         """Offers the first of those that are parked at a node to `longest`."""
         if node.first is not None:
-            heapq.heappush(self._deepest, (-node.end, node.first, next(self._ticks), node))
+            heapq.heappush(self._deepest, (-node.end, node.first.arrival, next(self._ticks), node.first, node))
             if len(self._deepest) > 4 * self.waiting + 64:
-                good = {(node.end, arrival): node for _, arrival, _, node in self._deepest if node.first == arrival and not node.is_ghost}
-                self._deepest = [(-end, arrival, next(self._ticks), node) for (end, arrival), node in good.items()]
+                good = {entry[3:]: entry for entry in self._deepest if entry[4].first is entry[3] and entry[4].slots is not None}
+                self._deepest = list(good.values())
                 heapq.heapify(self._deepest)
 
     def _block(self, ghost: Node, blocked: bool) -> None:
         if ghost.blocked is not blocked:
             ghost.blocked = blocked
-            if ghost.first is not None:
-                self._enter(ghost)
-            self._refresh(ghost.parent)
+            self._refresh(ghost)
 
     def _count(self, node: Node | None, waiters: int = 0, leaders: int = 0) -> None:
         """One more, or less, at the end of a path."""
@@ -225,35 +211,37 @@ class Waiting:
 
     def _weigh(self, node: Node) -> None:
         """Offers a node with slots, or a root, to its parent's `heavy`."""
-        if not self.weighs or node.is_ghost:
+        if not self.weighs or node.slots is None:
             return
         above, children = (node.parent, node.parent.children) if node.parent is not None else (self._forest, self.roots)
+        above.heavy = above.heavy or []
         heapq.heappush(above.heavy, (-node.waiters, next(self._ticks), node))
         if len(above.heavy) > 2 * len(children) + 64:
-            above.heavy = [(-child.waiters, next(self._ticks), child) for child in children.values() if child.waiters and not child.is_ghost]
+            above.heavy = [(-child.waiters, next(self._ticks), child) for child in children.values() if child.waiters and child.slots is not None]
             heapq.heapify(above.heavy)
 
     def _prune(self, node: Node) -> None:
         """Takes out ghosts that nobody wants any more, and a root without anything below."""
-        while node.is_ghost and not node.waiters and not node.leaders:
+        while node.slots is None and not node.waiters and not node.leaders:
             del node.parent.children[node.key[: self._page]]
             node.parent, node = None, node.parent
-        if node.is_root and not (node.children or node.waiters or node.leaders) and self.roots.get(node.namespace) is node:
+        if node.parent is None and not (node.children or node.waiters or node.leaders) and self.roots.get(node.namespace) is node:
             del self.roots[node.namespace]
 
     def _check_waiting(self, nodes: list[Node]) -> None:
         """Counts those that wait, and finds every `first`, from their places alone."""
         below: dict[Node, list[Waiter]] = {node: [] for node in nodes}
         for node in reversed(nodes):  # children come after their parents
-            own = {item for _, _, item in node.line if isinstance(item, Waiter) and item.waits and item.node is node}
+            own = {waiter for _, _, waiter, ghost in node.line if ghost is None and waiter.waits and waiter.node is node}
             below[node] += own
-            parked = [w.arrival for w in own] + [c.first for c in node.children.values() if c.is_ghost and not c.blocked and c.first is not None]
-            assert node.first == min(parked, default=None), f"{node}: its first is {node.first}, expected {min(parked, default=None)}"
+            parked = [*own, *(child.first for child in node.children.values() if child.is_ghost and child.first is not None)]
+            first = None if node.blocked else min(parked, default=None, key=lambda waiter: waiter.arrival)
+            assert node.first is first, f"{node}: its first is {node.first}, expected {first}"
             assert node.waiters == len(below[node]), f"{node} counts {node.waiters} waiters, there are {len(below[node])}"
             assert not node.blocked or node.is_ghost and node.leaders, f"{node} is blocked, and nobody computes it"
             assert node.leaders >= sum(child.leaders for child in node.children.values()), f"{node} has fewer leaders than its children"
             if node.first is not None and not node.is_ghost:
-                assert any(n is node and arrival == node.first for _, arrival, _, n in self._deepest), f"{node} is not offered"
+                assert any(n is node and waiter is node.first for *_, waiter, n in self._deepest), f"{node} is not offered"
             if self.weighs and node.waiters and not node.is_ghost:
                 above = (node.parent or self._forest).heavy
                 assert any(n is node and weight == -node.waiters for weight, _, n in above), f"{node} is not weighed"
@@ -274,16 +262,13 @@ def _demo() -> None:
             if parent is not None:
                 parent.children[name] = self
 
-        is_ghost = property(lambda self: self.slots is None and self.parent is not None)
-        is_root = property(lambda self: self.parent is None)
-
-    tree, root = Waiting(Spot("", None, 0, False)), Spot("", None, 0, False)
+    tree, root = Waiting(Spot("", None, 0, True)), Spot("", None, 0, True)
     tree.roots, tree.weighs, tree._page = {"": root}, False, 99
     system = Spot("system", root, 900, True)
     other, cached = Spot("document A", system, 400, False), Spot("document B", system, 400, True)
     for arrival, (above, name) in enumerate([(other, "A: question 1"), (other, "A: question 2"), (cached, "B: question 1"), (root, "a cold prompt")]):
         waiter = Waiter(Spot(name, above, 50, False), arrival, name)
-        tree._join(waiter.node, arrival, waiter)
+        tree._join(waiter.node, waiter, None)
         tree._count(waiter.node, waiters=1)
         tree._refresh(waiter.node)
     while waiter := tree.longest():

@@ -5,9 +5,11 @@ import functools
 import numpy as np
 import pytest
 import torch
-from ragged import attend, ragged, random_tree, shared_len, split_everything
+import tiny
+from ragged import SEEN, attend, int64, ragged, random_draft, random_tree, seen_columns, shared_len, split_everything, tree_columns
 
-from nano_sgl import attention
+from nano_sgl import attention, model, native
+from nano_sgl.memory import KVPool
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
@@ -138,7 +140,7 @@ def oracle_cases(dtype, trees, page) -> list:
         )
         group = int(rng.choice([1, 3, 4, 7, 8]))
         tensors = batch.tensors(2 * group, 2, int(rng.choice([16, 24, 40, 80])), dtype, seed=case)
-        flags = dict(window=int(rng.choice([0, 0, 7, 100])), softcap=float(rng.choice([0, 0, 5])))
+        flags = dict(window=int(rng.choice([0, 0, 1, 7, 30, 100])), softcap=float(rng.choice([0, 0, 5])))
         flags["sinks"] = torch.randn(2 * group) if rng.random() < 0.3 else None
         scale = tensors[0].shape[2] ** -0.5
         want = attention.attention_reference(*tensors, batch.table, batch.token_rows, batch.cols, scale, batch.base, batch.bits, **flags)
@@ -309,6 +311,67 @@ def test_a_token_that_is_not_a_number_spoils_no_other_row(kernel_set):
     assert got[0].isnan().all()
     want = attention.attention_reference(q[1:], *caches, table, [1], torch.tensor([69]), 0.2)
     torch.testing.assert_close(got[1:].double(), want, rtol=0, atol=1e-5)
+
+
+# ---- draft trees ----
+
+
+@pytest.mark.parametrize("window", SEEN)
+def test_a_window_is_counted_from_the_position_of_a_node(kernel_set, window):
+    for options in (None, dict(min_split=3, programs=99), dict(tiles=(2,))):
+        assert seen_columns(attention, kernel_set, window, options) == SEEN[window]
+
+
+class Verifier:
+    """A model and four rows of KV: steps that extend rows by a piece of text, or by a draft tree."""
+
+    def __init__(self, net: model.Model, backend: str):
+        c = net.config
+        self.net, self.kv = net, KVPool(4 * 400, 1, c.num_layers, c.num_kv_heads, c.head_dim, net.dtype, "cpu")
+        self.table = torch.randperm(4 * 400, dtype=torch.int32).view(4, 400) + 1
+        self.backend = attention.ATTENTION[backend](c.num_heads, c.num_kv_heads, c.head_dim)
+
+    @torch.no_grad()
+    def step(self, *pieces: tuple[int, int, list[int], list[int] | None], slack: int = 0) -> list[torch.Tensor]:
+        """pieces: (row, its length, ids, ancestor bits or None for text). Returns the logits of each; bounds are too large by `slack`."""
+        rows, lengths, ids, bits = zip(*pieces)
+        q_lens = [len(new) for new in ids]
+        cols = torch.tensor([length + at for length, n, tree in zip(lengths, q_lens, bits) for at in (tree_columns(tree) if tree else range(n))])
+        positions = torch.tensor([length + at for length, n, tree in zip(lengths, q_lens, bits)
+                                  for at in ([word.bit_count() - 1 for word in tree] if tree else range(n))])
+        base = torch.tensor([attention.NO_TREE if tree is None else length for length, tree in zip(lengths, bits)])
+        plan = attention.plan(rows, q_lens, [length + n + slack for length, n in zip(lengths, q_lens)],
+                              **self.backend.plan_options | {"min_split": 64, "programs": 99})
+        trees = base.repeat_interleave(torch.tensor(q_lens)), torch.from_numpy(int64(sum((t or [0] * n for t, n in zip(bits, q_lens)), [])))
+        context = self.backend.prepare(plan, self.table, cols, *trees if any(bits) else ())
+        padding = [tree is not None and tree_columns(tree)[at] != at for n, tree in zip(q_lens, bits) for at in range(n)]
+        slots = self.table[np.repeat(rows, q_lens), cols].long().masked_fill(torch.tensor(padding), 0)
+        hidden = self.net.forward(model.ForwardBatch(torch.tensor(sum(ids, [])), positions, slots, (self.backend, context)), self.kv)
+        return self.net.logits(hidden).split(q_lens)
+
+
+@pytest.mark.parametrize("window", [0, 90, 33, 5, 1])
+def test_a_model_verifies_a_tree_as_it_would_run_each_branch(kernel_set, window, tmp_path, monkeypatch):
+    """Trees beside a decode and a prompt, in one call for all layers and in several; then on from the end of a branch."""
+    net = model.load(tiny.checkpoint(tmp_path, "mistral", sliding_window=window or None), progress=False)
+    rng, texts, new = np.random.default_rng(window), [tiny.ids(n, n) for n in (150, 40, 70, 6)], [tiny.ids(n, n + 1) for n in (64, 20, 1, 15)]
+    trees = [random_draft(rng, 64), None, None, random_draft(rng, 15)]
+    for calls in (native.ANY, 0):
+        monkeypatch.setattr(native, "few", lambda *args: calls)
+        batch, alone = Verifier(net, kernel_set), Verifier(net, kernel_set)
+        batch.step(*((row, 0, text, None) for row, text in enumerate(texts)))
+        batch.kv.k[0][0] = batch.kv.v[0][0] = 1e4  # slot 0 holds anything
+        batch.table[:, 220:] = 0
+        got = batch.step(*zip(range(4), map(len, texts), new, trees), slack=130)
+        for row, tree in enumerate(trees):
+            for node in [n for n, column in enumerate(tree_columns(tree)) if n == column] if tree else [len(new[row]) - 1]:
+                path = [n for n in range(node + 1) if tree is None or tree[node] >> n & 1]
+                want, = alone.step((0, 0, texts[row] + [new[row][n] for n in path], None))
+                torch.testing.assert_close(got[row][path], want[-len(path):], rtol=0, atol=5e-5)
+        first, end = len(texts[0]), len(texts[0]) + len(path := [n for n in range(64) if trees[0][30] >> n & 1])
+        batch.table[0, first:end] = batch.table[0, first:][path].clone()
+        want, = alone.step((0, 0, texts[0] + [new[0][n] for n in path] + [7, 8], None))
+        torch.testing.assert_close(batch.step((0, end, [7, 8], None))[0], want[-2:], rtol=0, atol=5e-5)
 
 
 # ---- the seam ----

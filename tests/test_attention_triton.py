@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from kernel_sets import SETS
-from ragged import attend, ragged, split_everything
+from ragged import SEEN, attend, ragged, seen_columns, split_everything
 from triton_interpreter import DEVICE, FLOATS
 from triton_interpreter import attention as interpreted
 from triton_interpreter import kernels as interpreted_kernels
@@ -59,15 +59,21 @@ def test_long_contexts(dtype):
 
 @pytest.mark.parametrize(
     "flags",
-    [dict(window=1), dict(window=30), dict(softcap=5.0), dict(sinks=True), dict(window=9, softcap=3.0, sinks=True)],
+    [dict(window=1), dict(window=5), dict(window=30), dict(window=100), dict(softcap=5.0), dict(sinks=True), dict(window=9, softcap=3.0, sinks=True)],
     ids=str,
 )
 def test_window_softcap_and_sinks(flags):
     rng = np.random.default_rng(11)
     for options in (None, split_everything(3)):
-        batch = ragged(rng, 4, q_max=20, kv_max=90, trees=options is None)
         given = {**flags, "sinks": torch.randn(6)} if "sinks" in flags else flags
-        check(batch, 3, 2, 32, torch.float32, options, **given)
+        for trees in (False, True):
+            check(ragged(rng, 4, q_max=20, kv_max=90, trees=trees), 3, 2, 32, torch.float32, options, **given)
+
+
+@pytest.mark.parametrize("window", SEEN)
+def test_a_window_is_counted_from_the_position_of_a_node(window):
+    for options in (None, dict(min_split=3, programs=99), dict(tiles=(2,))):
+        assert seen_columns(interpreted, "triton", window, options, DEVICE) == SEEN[window]
 
 
 def test_tokens_that_see_nothing_give_zero_and_a_log_sum_exp_of_minus_infinity():

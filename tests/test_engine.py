@@ -54,6 +54,59 @@ def test_steps_may_be_launched_before_the_last_ones_tokens_are_known(path, refer
     assert all((answers[r.rid].ids, answers[r.rid].text) == (reference(r).ids, reference(r).text) for r in requests)
 
 
+def parting(seed: int, n: int) -> list:
+    """Requests that part from each other at random places, most inside a page, each with `n` samples; some ask for prompt logprobs."""
+    rng, known, requests = random.Random(seed), [prompt(59, seed)], []
+    for i in range(14):
+        stem = rng.choice(known)
+        known.append([*stem[:rng.randrange(len(stem) + 1)], *prompt(rng.randrange(1, 30), rng.randrange(9))])
+        mix = rng.choice([dict(), dict(temperature=1, seed=i), dict(prompt_logprobs=0, logprob_start_len=rng.randrange(len(known[-1])))])
+        p = params(max_tokens=rng.choice([1, 8, 20]), n=n, **mix)
+        requests += [request(f"{i}.{k}", known[-1], p, index=k) for k in range(n)]
+    return requests
+
+
+@pytest.mark.parametrize("device", [None, "thread", "late"])
+@pytest.mark.parametrize("page", [4, 16])
+def test_what_is_copied_of_a_page_gives_the_answers_of_the_plain_engine(path, reference, page, device):
+    """Arrivals over the run, forks of requests that are running, aborts, chunks, a pool that is short."""
+    for seed in range(4):
+        rng, flags = random.Random(seed), dict(page_size=page, max_total_tokens=(352, 2048)[seed % 2], max_running_requests=7, chunked_prefill_size=48)
+        engine = engines.overlapped(path, device, **flags) if device else engines.make(path, **flags)
+        engine.scheduler.ratio = 0.1
+        requests, aborted = parting(seed, n=4), set()
+        later = list(requests)
+
+        def each_step(n):
+            for _ in range(min(rng.randrange(5) or not engine.has_work, len(later))):
+                engine.add(later.pop(0))
+            if rng.random() < 0.1 and engine.streams:
+                aborted.add(rid := rng.choice(sorted(engine.streams)))
+                engine.abort(rid)
+            running = [r for r in engine.scheduler.running if r.output_ids and not r.leaving]
+            if n % 5 == 0 and n < 200 and running:
+                requests.append(request(f"fork {n}", [*rng.choice(running).ids().tolist(), *prompt(n % 2, n)], params(max_tokens=9)))
+                engine.add(requests[-1])
+
+        answers = run(engine, [], each_step)
+        assert engine.scheduler.counters.copied_tokens > 20 and len(answers) == len(requests)
+        for r in requests:
+            if r.rid in aborted:
+                assert reference(r).ids[:len(answers[r.rid].ids)] == answers[r.rid].ids
+            else:
+                same(answers[r.rid], reference(r))
+
+
+def test_a_copy_of_the_wrong_kv_is_seen(path, reference):
+    """What the test above is worth."""
+    for copy in (lambda source, target: None, lambda source, target: right(source.flip(0), target)):
+        engine = engines.make(path, page_size=16)
+        right, engine.kv.copy = engine.kv.copy, copy
+        requests = parting(1, n=4)
+        answers = run(engine, requests)
+        assert sum(answers[r.rid].ids != reference(r).ids for r in requests) > 3
+
+
 def test_a_request_id_may_come_back_with_other_parameters(path, reference):
     engine, ids = engines.make(path), prompt(20, 1)
     for p in (params(), params(temperature=1.5, seed=3, logprobs=2), params(top_k=5, temperature=1, seed=4)):

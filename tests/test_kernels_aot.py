@@ -30,9 +30,9 @@ def stack_bytes(compiled):
         text = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True).stdout
     return int(re.search(r"STACK:(\d+)", text)[1])
 
-for target, dtype, dim, group, tree, tiles in json.loads(sys.argv[1]):
+for target, dtype, dim, group, tree, window, tiles in json.loads(sys.argv[1]):
     if dim:
-        done = attention.compile_all(target, dtype, dim, group, tiles, tree)
+        done = attention.compile_all(target, dtype, dim, group, tiles, tree, window)
     else:
         done = kernels.compile_all(target, dtype)
     for name, compiled in done.items():
@@ -41,7 +41,7 @@ for target, dtype, dim, group, tree, tiles in json.loads(sys.argv[1]):
 
 
 def compile_in_child(jobs: list) -> None:
-    """jobs: (target, dtype, head dim or 0 for the elementwise kernels, group, tree, tiles or None)."""
+    """jobs: (target, dtype, head dim or 0 for the elementwise kernels, group, tree, window, tiles or None)."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, "-c", CHILD, json.dumps(jobs)], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -56,10 +56,11 @@ def compile_in_child(jobs: list) -> None:
 def test_the_kernels_compile(target):
     compile_in_child(
         [
-            (target, "bf16", 0, 0, False, None),
-            (target, "bf16", 64, 3, False, [16, 128]),
-            (target, "bf16", 128, 4, True, [64]),
-            (target, "fp32", 64, 3, False, [16]),
+            (target, "bf16", 0, 0, False, 0, None),
+            (target, "bf16", 64, 3, False, 0, [16, 128]),
+            (target, "bf16", 128, 4, True, 0, [64]),
+            (target, "bf16", 128, 4, True, 32, [64]),
+            (target, "fp32", 64, 3, False, 0, [16]),
         ]
     )
 
@@ -68,8 +69,11 @@ def test_the_kernels_compile(target):
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
 @pytest.mark.parametrize("target", SHARED_BYTES)
 def test_the_kernels_compile_for_every_shape_of_the_supported_models(target, dtype):
-    jobs = [(target, dtype, 0, 0, False, None)]
+    jobs = [(target, dtype, 0, 0, False, 0, None)]
     jobs += [
-        (target, dtype, dim, group, tree, None) for dim, groups in SHAPES.items() for group in groups for tree in (False, True)
+        (target, dtype, dim, group, tree, window, None)
+        for dim, groups in SHAPES.items()
+        for group in groups
+        for tree, window in ((False, 0), (True, 0), (True, 4096))
     ]
     compile_in_child(jobs)

@@ -2,15 +2,18 @@
 
 import asyncio
 import gc
+import re
 import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
+import numpy as np
 import pytest
 
 import engines
-from nano_sgl import LLM, SamplingParams
+from nano_sgl import LLM, SamplingParams, spec
 from nano_sgl.protocol import RequestError
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -116,6 +119,55 @@ def test_calls_from_many_threads_share_the_engine(llm):
     assert got == [expected] * 8
 
 
+def test_outputs_say_what_became_of_guesses_and_are_the_same_as_without(path, llm):
+    prompt = "the cat and the cat and the cat and the"
+    few_words = {token: 50 for token in llm.tokenizer.encode(" the and\u00e9")}  # so that guesses are right now and then
+    params = SamplingParams(temperature=0.3, seed=1, n=2, max_tokens=60, ignore_eos=True, logit_bias=few_words, logprobs=1)
+    expected = llm.generate(prompt, params)
+    with LLM(str(path), max_total_tokens=2048, speculative_algorithm="ngram+radix") as guessing:
+        async def twins():
+            return await guessing.agenerate(prompt, params), [piece async for piece in guessing.astream(prompt, params)]
+        several, pieces = asyncio.run(twins())
+        chats = [one.chat([{"role": "user", "content": prompt}], params) for one in (llm, guessing)]
+        streams = [list(guessing.stream(prompt, params)), pieces]
+        lists = [guessing.generate(prompt, params), several]
+        idle(guessing)
+    for outputs, same in ((lists[0], expected), (lists[1], expected), chats[::-1]):
+        assert [(o.text, o.output_ids, o.finish_reason, o.index) for o in outputs] == [(o.text, o.output_ids, o.finish_reason, o.index) for o in same]
+        for one, other in zip(outputs, same):
+            engines.close(one.logprobs, other.logprobs)
+            assert other.speculation is None and one.speculation["spec_accept_length"] > 1
+            assert one.speculation["spec_verify_ct"] + one.speculation["spec_num_correct_drafts"] >= 59 > one.speculation["spec_verify_ct"]
+    for pieces in streams:
+        assert max(len(p.output_ids) for p in pieces) > 1
+        for whole in expected:
+            mine = [p for p in pieces if p.index == whole.index]
+            assert "".join(p.text for p in mine) == whole.text and sum((p.output_ids for p in mine), []) == whole.output_ids
+            engines.close(sum((p.logprobs for p in mine), []), whole.logprobs)
+            assert mine[-1].speculation["spec_verify_ct"] < 59 and all(p.speculation is None and p.finish_reason is None for p in mine[:-1])
+
+
+def test_the_drafter_of_the_docs_guesses_rightly_alone_and_joined(path, llm):
+    code = re.search(r"```python\n(.*?)```", (Path(__file__).parent.parent / "docs" / "speculation.md").read_text(), re.DOTALL)[1]
+    names = {"np": np, "drafter": spec.drafter}
+    exec(code, names)
+    try:
+        params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
+        expected = llm.generate("the cat", params).output_ids
+        names["Phrases"].known.append(expected[5:30])
+        for algorithm in ("phrases", "ngram+phrases"):
+            with LLM(str(path), max_total_tokens=512, speculative_algorithm=algorithm) as guessing:
+                output = guessing.generate("the cat", params)
+            assert output.output_ids == expected and output.speculation["spec_num_correct_drafts"] >= 10
+    finally:
+        del spec.DRAFTERS["phrases"]
+
+
+def test_a_drafter_nobody_knows_is_refused_by_name(path):
+    with pytest.raises(ValueError, match="speculative_algorithm is 'ngram.eagle', expected one of ngram, radix"):
+        LLM(str(path), max_total_tokens=512, speculative_algorithm="ngram+eagle")
+
+
 def test_cache_salt_keeps_prefixes_apart(llm):
     ids = list(range(60, 160))
     cached = [llm.generate(ids, GREEDY, cache_salt=salt).cached_tokens for salt in ("x", "y", None, "x")]
@@ -212,13 +264,12 @@ def test_shutdown_ends_calls_that_run_and_calls_that_queue(path):
 
 
 def test_prompts_may_be_arrays(llm):
-    import numpy as np
     assert llm.generate(np.array([5, 6, 7]), GREEDY).output_ids == llm.generate([5, 6, 7], GREEDY).output_ids
 
 
 def test_the_engines_death_reaches_who_waits(path):
     llm = LLM(str(path), max_total_tokens=512)
-    llm.engine.scheduler.next_batch = lambda: 1 / 0
+    llm.engine.scheduler.next_batch = lambda guesses: 1 / 0
     with pytest.raises(RuntimeError, match="ended"):
         llm.generate("a")
     with pytest.raises(RuntimeError, match="ended"):

@@ -247,6 +247,17 @@ def test_reset_forgets_the_conversation_and_not_the_cache(chat, capsys):
     assert "`-- " in capsys.readouterr().err
 
 
+def test_the_account_has_an_accept_length_where_there_are_guesses(chat, tiny_path, capsys):
+    chat.turn("hi")
+    assert "accept length" not in capsys.readouterr().err
+    with LLM(str(tiny_path), max_total_tokens=1024, speculative_algorithm="ngram") as llm:
+        guessing = Chat(llm, interactive=False)
+        guessing.command(f"/params temperature=0 max_tokens=40 ignore_eos=true logit_bias={{\"{llm.tokenizer.encode(' the')[0]}\":100}}")
+        guessing.turn("the the the the the the")
+    said = capsys.readouterr().err
+    assert float(re.search(r"the first after [\d.]+ s, accept length (\d\.\d\d), cut off", said)[1]) > 1.5, said
+
+
 def test_a_full_context_says_so_and_reset_is_the_way_out(chat, llm, capsys):
     chat.command("/params max_tokens=null")
     chat.turn("hi")

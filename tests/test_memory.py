@@ -100,6 +100,35 @@ def test_writes_reach_the_rows_and_a_forgotten_row_is_left_alone():
     assert rows.length.tolist() == [0, 1, 0, 3, 0]
 
 
+def test_a_row_leads_to_what_it_copies_until_the_step_has_stored_its_kv():
+    """Row 2 copies two slots of row 1; row 3 leads to one of the copies, and copies the other in the same step: from where it comes from."""
+    pool = KVPool(40, 4, num_layers=2, kv_heads=1, head_dim=2, dtype=torch.float32, device="cpu")
+    rows, writes = Rows(max_requests=4, columns=10, device="cpu"), Writes()
+    writes.slots(2, 3, np.array([20, 21, 22]))
+    writes.slots(3, 3, np.array([20, 31]))
+    writes.slots(4, 0, np.array([36]))
+    writes.copy(2, np.array([8, 9]), np.array([20, 21]))
+    writes.copy(3, np.array([21]), np.array([31]))
+    writes.copy(4, np.array([8]), np.array([36]))
+    writes.forget(4)
+    assert writes.copied == 3
+    *now, source, copy, late_rows, late_columns, late_slots = Packed([*writes.arrays(), *writes.late()], "cpu").send()
+    rows.put(*now)
+    assert rows.table[2, 3:6].tolist() == [8, 9, 22] and rows.table[3, 3:5].tolist() == [8, 9] and not rows.table[4].any()
+    for layer in range(2):  # the step
+        pool.k[layer][8:10], pool.v[layer][8:10] = layer + torch.tensor([[[1.0]], [[2.0]]]), layer + torch.tensor([[[5.0]], [[6.0]]])
+    pool.copy(source, copy)
+    rows.point(late_rows, late_columns, late_slots)
+    assert rows.table[2, 3:6].tolist() == [20, 21, 22] and rows.table[3, 3:5].tolist() == [20, 31]
+    for layer in range(2):
+        assert (pool.k[layer] - layer)[[20, 21, 31], 0, 0].tolist() == [1, 2, 2] and (pool.v[layer] - layer)[[20, 21, 31], 0, 1].tolist() == [5, 6, 6]
+        assert not pool.k[layer][[22, 36]].any()
+    again = Rows(max_requests=4, columns=10, device="cpu")
+    again.apply(writes)
+    assert again.table.equal(rows.table)
+    pool.copy(source[:0], copy[:0])
+
+
 def test_what_is_packed_arrives_in_its_order_and_nothing_may_be_empty_handed():
     arrays = [np.arange(3, dtype=np.int32), np.empty(0, np.int64), np.array([2**40]), np.array([True, False])]
     sent = Packed(arrays, "cpu").send()

@@ -172,7 +172,7 @@ def test_the_host_plans_while_the_device_runs(path):
         assert gate.wait(20)
         return forward(batch, kv)
     engine.model.forward = held
-    engine.scheduler.next_batch = lambda: planned.append(next_batch()) or planned[-1]
+    engine.scheduler.next_batch = lambda guesses: planned.append(next_batch(guesses)) or planned[-1]
     engine.add(request("a", prompt(20, 1), params(max_tokens=5)))
     assert engine.step() == [] and planned[0] is not None
     timer = threading.Timer(0.2, gate.set)

@@ -308,7 +308,8 @@ def test_round_trips(fields):
 
 def test_chunks_cross_the_wire():
     chunk = Chunk(rid="r1", text="hi", output_ids=[5], finish_reason="stop", stop_reason=2, cached_tokens=7,
-                  logprobs=[Logprob(5, -0.25, [(5, -0.25), (7, -1.5)])], prompt_logprobs=[Logprob(1, None)])
+                  logprobs=[Logprob(5, -0.25, [(5, -0.25), (7, -1.5)])], prompt_logprobs=[Logprob(1, None)],
+                  speculation={"spec_verify_ct": 3, "spec_accept_length": 1.5, "spec_accept_rate_by_depth": [0.5, 1.0]})
     for codec in (msgspec.msgpack, msgspec.json):
         assert codec.decode(codec.encode(chunk), type=Request | Chunk) == chunk
     assert Chunk(rid="a").output_ids is not Chunk(rid="b").output_ids

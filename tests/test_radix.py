@@ -8,7 +8,7 @@ import pytest
 from lines import lines_run
 from nano_sgl import radix
 from nano_sgl.eviction import EVICTION
-from nano_sgl.radix import Match, Tree, key_bytes, replay_figure_3
+from nano_sgl.radix import Match, Tree, draw, key_bytes, replay_figure_3
 
 POLICIES = sorted(EVICTION)
 
@@ -91,10 +91,10 @@ def _same(a, b):
 def test_match_does_not_change_the_tree():
     tree, pool = Tree(), Pool()
     put(tree, pool, range(10))
-    before = tree.render(), tree.clock
+    before = draw(tree), tree.clock
     match = tree.match(range(7))
     assert match.length == 7 and match.node.end == 10
-    assert (tree.render(), tree.clock) == before
+    assert (draw(tree), tree.clock) == before
 
 
 def test_insert_says_what_was_present_and_leaves_duplicates_to_the_caller():
@@ -338,7 +338,7 @@ def test_reset_gives_everything_back_once_nothing_is_locked():
     with pytest.raises(RuntimeError, match="6 tokens are locked"):
         tree.reset()
     tree.unlock(handle)
-    assert sorted(tree.reset()) == list(range(1, 13)) and tree.total == 0 and tree.render() == "(empty)"
+    assert sorted(tree.reset()) == list(range(1, 13)) and tree.total == 0 and draw(tree) == "(empty)"
     tree.check()
     with pytest.raises(ValueError, match="has left the tree"):
         tree.lock(match)
@@ -442,16 +442,16 @@ def test_keys_that_are_refused(key):
 # -- looking at it --
 
 
-def test_render_draws_the_tree():
+def test_a_tree_is_drawn():
     tree, pool = Tree(), Pool()
     for key in ([1, 2, 3], [1, 2, 4, 5], [6]):
         put(tree, pool, key)
     put(tree, pool, range(9), namespace="salt")
     tree.lock(tree.match([1, 2, 4]))
-    assert tree.render(width=12).splitlines() == [
+    assert draw(tree, width=12).splitlines() == [
         "root", "|-- 1 2  (2 tok, 1 locks, 3 hits)", "|   |-- 3  (1 tok)", "|   `-- 4  (1 tok, 1 locks, 2 hits)",
         "|       `-- 5  (1 tok)", "`-- 6  (1 tok)", "root 'salt'", "`-- 0 1 2 3 4...  (9 tok)"]
-    assert "-- ab  (2 tok" in tree.render(lambda ids: "".join(chr(96 + i) for i in ids))
+    assert "-- ab  (2 tok" in draw(tree, lambda ids: "".join(chr(96 + i) for i in ids))
 
 
 def test_figure_3_of_the_paper():

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from driver import Driver
-from nano_sgl.memory import Rows, SlotAllocator
+from nano_sgl.memory import Packed, Rows, SlotAllocator
 from nano_sgl.policies import POLICIES, policy
 from nano_sgl.protocol import Request, RequestError, SamplingParams
 from nano_sgl.radix import Tree
@@ -53,7 +53,7 @@ def test_a_full_hit_leaves_a_token_to_compute(page, length):
     d.run()
     again = d.add(ids(length), max_tokens=1)
     batch = d.step()
-    cached = (length - 1) // page * page
+    cached = min(length // page * page, length - 1)
     assert again.cached_tokens == cached and batch.q_lens.tolist() == [length - cached]
 
 
@@ -97,6 +97,143 @@ def test_identical_prompts_compute_their_prefix_once():
     d.run()
     assert first.output_ids == second.output_ids
 
+
+# ----------------------------------------------------------------------------------------------------------------- pages that are begun alike
+
+def step_with_slots(d):
+    """A pass, applied to the rows in two parts as a step does: (batch, table while it runs, source slots, slots that become copies of them)."""
+    batch = d.scheduler.next_batch()
+    source, copy, *late = batch.writes.late()
+    sent = Packed([*batch.writes.arrays(), *late], "cpu").send()
+    d.rows.put(*sent[:8])
+    table = d.rows.table.clone().numpy()
+    d.rows.point(*sent[8:])
+    d.flights.append(batch)
+    d._check_batch(batch)
+    return batch, table, source.tolist(), copy.tolist()
+
+
+@pytest.mark.parametrize("length", [17, 31, 32, 37, 47, 48, 53])
+def test_samples_of_a_prompt_compute_one_token_each_at_any_page_size(length):
+    """In the step of the first one, with it; and later, while it decodes."""
+    d = Driver(page=16, pool=1600, budget=400)
+    first, *others = [d.add(ids(length), max_tokens=9) for _ in range(4)]
+    batch, table, source, copy = step_with_slots(d)
+    rest = (length - 1) % 16 if length % 16 else 0  # a last page that is full is in the tree
+    assert batch.q_lens.tolist() == [length, 1, 1, 1] and d.scheduler.counters.copied_tokens == 3 * rest == len(copy) == len(set(copy))
+    shared = table[first.row, :length - 1].tolist()
+    assert all(table[r.row, :length - 1].tolist() == shared for r in others), "while the step runs they lead to the first one's slots"
+    after = d.rows.table.numpy()
+    assert source == shared[length - 1 - rest:] * 3
+    assert copy == [slot for r in others for slot in after[r.row, length - 1 - rest:length - 1].tolist()]
+    d.commit()
+    fork = d.add([*ids(length), 1], max_tokens=9)  # the token that has been sampled
+    d.step()
+    assert fork.computed_len == length + 1 and d.scheduler.counters.computed_tokens == length + 3 + 4 + 1
+    d.run()
+
+
+def test_who_parts_inside_a_page_copies_from_the_tree_and_what_is_copied_is_shared_at_once():
+    d = Driver(page=16, pool=1600, budget=400)
+    d.add(ids(90), max_tokens=1)
+    d.run()
+    cached = d.tree.slots(d.tree.match(np.arange(80, dtype=np.int32)).node)
+    twins = [d.add([*ids(37), *ids(60, 500)], max_tokens=2) for _ in range(2)]
+    batch, table, source, copy = step_with_slots(d)
+    assert batch.q_lens.tolist() == [60, 1] and [r.cached_tokens for r in twins] == [32, 96]
+    for r in twins:  # the second has adopted the page that the first copies
+        assert table[r.row, :37].tolist() == cached[:37].tolist()
+        assert d.rows.table[r.row, 32:37].tolist() == copy == d.rows.table[twins[0].row, 32:37].tolist()
+    assert source == cached[32:37].tolist() and d.scheduler.counters.copied_tokens == 5
+    d.commit()
+    assert d.tree.match(np.array([*ids(37), *ids(60, 500)], np.int32)).length == 96
+    d.run()
+
+
+def test_nobody_copies_what_is_not_there_when_the_step_has_run():
+    """A leader between chunks; another namespace; tokens that the host does not know yet; prompt logprobs that are owed."""
+    d = Driver(page=16, pool=1600, budget=32, depth=1)
+    d.add(ids(45), max_tokens=40)
+    d.step()
+    salted = d.add(ids(45), max_tokens=1, namespace="salt")
+    d.step(), d.step()
+    assert salted.own_start + len(salted.own) >= 45 and not d.scheduler.counters.copied_tokens
+    leader = d.scheduler.running[0]
+    while leader.known_len < 47:
+        d.step()
+    assert leader.computed_len == leader.known_len, "a step is in flight"
+    fork = d.add([*leader.ids().tolist(), 1, 1, 1], max_tokens=1)
+    d.launch()
+    assert fork.computed_len == fork.known_len and d.scheduler.counters.copied_tokens == leader.known_len - 32
+    d.run()
+    asked = SamplingParams(max_tokens=1, prompt_logprobs=0, logprob_start_len=40)
+    d.scheduler.add(Request(rid="first", prompt_ids=list(ids(45)), params=SamplingParams(max_tokens=9)))
+    scored = d.scheduler.add(Request(rid="scored", prompt_ids=list(ids(45)), params=asked))
+    before = d.scheduler.counters.copied_tokens
+    batch = d.step()
+    assert batch.starts[batch.reqs.index(scored)] == 39 and d.scheduler.counters.copied_tokens == before + 12 + 7  # the first one: from the tree
+    d.run()
+
+
+def test_what_is_copied_from_is_not_written_to_by_the_same_step():
+    """The last page that is not locked is the one that a request copies from, and the next candidate of the pass wants its slots."""
+    d = Driver(page=16, pool=80, budget=400)
+    d.add(ids(32), max_tokens=0)
+    d.run()
+    fork = d.add(ids(20), max_tokens=1)
+    other = d.add(ids(40, 500), max_tokens=1)
+    batch, _, source, copy = step_with_slots(d)
+    assert batch.reqs == [fork] and len(source) == 3 and other.state == "waiting"
+    d.commit(), d.scheduler.check()
+    d.run()
+    assert other.state == "finished" and d.tree.protected == 0
+
+
+def test_who_is_copied_from_is_not_retracted_in_that_pass():
+    """It has the lowest priority, and would have to give way to the third."""
+    d = Driver(page=16, pool=1600, budget=400, max_running=2, policy="priority")
+    leader = d.add(ids(20), max_tokens=40)
+    d.step()
+    fork, third = d.add(ids(20), max_tokens=9, priority=20), d.add(ids(20, 500), max_tokens=1, priority=20)
+    batch, _, source, _ = step_with_slots(d)
+    assert {*batch.reqs} == {leader, fork} and {*source} < {*leader.own} and len(source) == 3
+    d.commit(), d.scheduler.check()
+    d.run()
+    assert leader.state == fork.state == third.state == "finished"
+
+
+def test_who_is_retracted_in_the_pass_in_which_it_would_copy_leaves_nothing():
+    """Its slots are another's before the pass ends."""
+    d = Driver(page=16, pool=1600, budget=32, max_running=1, policy="priority")
+    long = d.add(ids(45), max_tokens=9)
+    d.step()
+    d.tree.insert(np.array([*ids(5, 32), *ids(11, 700)], np.int32), d.slots.alloc(16), below=long.node)
+    urgent = d.add(ids(20, 500), max_tokens=1, priority=20)
+    copies, copy = [], d.scheduler._copy_begun_page
+    d.scheduler._copy_begun_page = lambda *args: (copy(*args), copies.append(d.scheduler._writes.copied))
+    batch, *_ = step_with_slots(d)
+    assert copies[0] == 5 and batch.reqs == [urgent] and long.retractions == 1 and not batch.writes.copied
+    d.commit(), d.scheduler.check()
+    d.run()
+    assert len(long.output_ids) == 9
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_failed_step_leaves_nothing_of_its_copies(depth):
+    d = Driver(page=16, pool=1600, depth=depth)
+    reqs = [d.add(ids(37), max_tokens=3) for _ in range(3)]
+    d.launch()
+    if depth:
+        d.launch()
+    assert d.scheduler.fail(d.flights) == []
+    d.flights.clear()
+    d.scheduler.check()
+    assert d.tree.total == 0 and not d.scheduler.unwritten_rows
+    d.run()
+    assert [r.output_ids for r in reqs] == [[1, 1, 1]] * 3
+
+
+# ----------------------------------------------------------------------------------------------------------------- leaders
 
 def test_a_follower_waits_for_a_leader_that_will_compute_what_both_need():
     d = Driver(budget=64)

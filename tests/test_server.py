@@ -298,8 +298,11 @@ def test_F171_each_of_n_choices_has_its_role_its_end_and_its_index(served):
     ("/v1/chat/completions", {"messages": CHAT, "max_tokens": 0}),
 ])
 def test_streamed_and_plain_answers_say_the_same(served, path, body):
-    plain = served.post(path, **body).json()
-    events = served.events(path, stream_options={"include_usage": True}, **body)
+    check_stream(served.events(path, stream_options={"include_usage": True}, **body), served.post(path, **body).json())
+
+
+def check_stream(events: list, plain: dict) -> None:
+    """The events of an OpenAI stream say what the plain answer says."""
     choices = [c for e in events for c in e["choices"]]
     for choice in plain["choices"]:
         mine = [c for c in choices if c["index"] == choice["index"]]
@@ -308,9 +311,24 @@ def test_streamed_and_plain_answers_say_the_same(served, path, body):
         assert mine[-1]["finish_reason"] == choice["finish_reason"] and mine[-1]["matched_stop"] == choice["matched_stop"]
         for key in choice["logprobs"] or ():
             if key != "refusal":
-                assert [x for c in mine if c["logprobs"] for x in c["logprobs"][key]] == choice["logprobs"][key]
+                check_alike([x for c in mine if c["logprobs"] for x in c["logprobs"][key]], choice["logprobs"][key])
     for key in ("prompt_tokens", "completion_tokens"):
         assert events[-1]["usage"][key] == plain["usage"][key]
+
+
+def check_alike(got, expected) -> None:
+    """Two pieces of JSON are equal but for what rounding makes of logprobs, and for names and times of an answer."""
+    if isinstance(expected, dict):
+        assert got.keys() == expected.keys()
+        got, expected = ([part[key] for key in sorted(part) if key not in ("id", "created", "e2e_latency")] for part in (got, expected))
+    if isinstance(expected, list):
+        assert len(got) == len(expected)
+        for one, other in zip(got, expected):
+            check_alike(one, other)
+    elif isinstance(expected, float):
+        assert got == pytest.approx(expected, abs=1e-4)
+    else:
+        assert got == expected
 
 
 def test_native_stream_is_cumulative(served):
@@ -900,6 +918,7 @@ def test_a_port_in_use_is_refused_with_a_sentence():
     (["--page-size", "0"], "--page-size"), (["--page-size", "x"], "integer in [1, 64]"), (["--schedule-policy", "nonsense"], "'fcfs'"),
     (["--chunked-prefill-size", "-1"], "--chunked-prefill-size"), (["--device", "gpu"], "cuda:N"), (["--dtype", "int4"], "bfloat16"),
     (["--page-size", "16", "--chunked-prefill-size", "8"], "smaller than a page"), (["--mem-fraction-static", "nan"], "--mem-fraction-static"),
+    (["--speculative-algorithm", "nextn"], "'ngram+radix'"), (["--speculative-eagle-topk", "2"], "give speculative_algorithm as well"),
     (["--max-queued-requests", "0"], "--max-queued-requests"), (["--chat-template", "none"], "--chat-template none: No such file"),
     (["--chat-template", "t.jinja"], "--chat-template t.jinja: the chat template is not valid Jinja"),
     (["--chat-template", "bytes"], "--chat-template bytes:")])
@@ -928,11 +947,12 @@ def test_every_flag_of_the_server_has_a_reader():
 
 
 def test_names_that_flags_may_take_are_those_that_are_registered():
-    from nano_sgl import attention, eviction, policies
+    from nano_sgl import attention, eviction, policies, spec
     choices = {f.name: f.metadata["choices"] for f in dataclasses.fields(EngineConfig)}
     assert set(choices["schedule_policy"]) == set(policies.POLICIES)
     assert set(choices["attention_backend"]) <= set(attention.ATTENTION)  # tests may have registered more
     assert set(choices["radix_eviction_policy"]) == set(eviction.EVICTION)
+    assert {name for joined in choices["speculative_algorithm"] for name in joined.split("+")} <= set(spec.DRAFTERS)
 
 
 @pytest.mark.parametrize("config, flags, words", [
@@ -941,6 +961,31 @@ def test_names_that_flags_may_take_are_those_that_are_registered():
 def test_a_config_holds_values_of_the_right_type_or_none(config, flags, words):
     with pytest.raises(ValueError, match=re.escape(words)):
         config(**flags)
+
+
+@pytest.mark.parametrize("flags, words", [
+    ({"speculative_num_draft_tokens": 4}, "speculative_num_draft_tokens is for speculation: give speculative_algorithm as well"),
+    ({"speculative_acceptance": "rejection"}, "speculative_acceptance is for speculation"),
+    ({"speculative_algorithm": "radix", "speculative_ngram_max_match_window_size": 4}, "window_size is for ngram, but speculative_algorithm is 'radix'"),
+    ({"speculative_algorithm": "ngram", "speculative_ngram_max_match_window_size": 3, "speculative_ngram_min_match_window_size": 4}, "is 4, more than"),
+    ({"speculative_algorithm": "ngram+radix", "disable_radix_cache": True}, "takes its guesses from the radix cache, which is disabled"),
+    ({"speculative_algorithm": "ngram", "speculative_acceptance": "rejection", "speculative_eagle_topk": 2}, "one chain of guesses"),
+    ({"speculative_algorithm": "ngram+radix", "speculative_acceptance": "rejection"}, "one chain of guesses"),
+    ({"speculative_algorithm": "ngram", "speculative_acceptance": "maybe"}, "one of target, rejection"),
+    ({"speculative_algorithm": "ngram", "speculative_draft_length": "long"}, "one of adaptive, fixed"),
+    ({"speculative_algorithm": "ngram", "speculative_num_draft_tokens": 64}, "an integer in [1, 63]"),
+    ({"speculative_algorithm": "ngram", "speculative_num_draft_tokens": 0}, "an integer in [1, 63]"),
+    ({"speculative_algorithm": "ngram", "speculative_eagle_topk": 17}, "an integer in [1, 16]"), ({"speculative_algorithm": 1}, "str")])
+def test_flags_of_speculation_that_make_no_sense_are_refused(flags, words):
+    with pytest.raises(ValueError, match=re.escape(words)):
+        EngineConfig(**flags)
+
+
+@pytest.mark.parametrize("flags", [{"speculative_algorithm": "ngram", "disable_radix_cache": True},
+                                   {"speculative_algorithm": "radix", "speculative_acceptance": "rejection", "speculative_eagle_topk": 1},
+                                   {"speculative_algorithm": "ngram+radix", "speculative_ngram_min_match_window_size": 8}], ids=str)
+def test_flags_of_speculation_that_go_together(flags):
+    EngineConfig(**flags)
 
 
 def test_tables_do_not_overlap():
@@ -1123,10 +1168,14 @@ class ServedModel(Served):
 
 
 @pytest.fixture(scope="module")
-def real(tmp_path_factory):
+def tiny_path(tmp_path_factory):
     import tiny  # torch and transformers, for these tests alone
-    path = tiny.add_tokenizer(tiny.checkpoint(tmp_path_factory.mktemp("tiny"), "llama"))
-    with ServedModel("--model", str(path), "--max-total-tokens", "1024", "--kv-events-endpoint", "tcp://127.0.0.1:*",
+    return tiny.add_tokenizer(tiny.checkpoint(tmp_path_factory.mktemp("tiny"), "llama"))
+
+
+@pytest.fixture(scope="module")
+def real(tiny_path):
+    with ServedModel("--model", str(tiny_path), "--max-total-tokens", "1024", "--kv-events-endpoint", "tcp://127.0.0.1:*",
                      "--kv-events-replay-endpoint", "tcp://127.0.0.1:*") as running:
         yield running
 
@@ -1208,3 +1257,90 @@ def test_kv_events_reach_a_subscriber_through_the_server(real):
             stored += [event for event in msgspec.msgpack.decode(answer[2])[1] if event[0] == "BlockStored"]
         asker.linger = 0
     assert stored[-1][3] == [200, 201, 202] and len(stored[-1][1]) == 3
+
+
+# ------------------------------------------------------------------------------------------------------------------- speculation
+
+SPECULATION = {"spec_verify_ct", "spec_accept_length", "spec_accept_rate", "spec_num_correct_drafts", "spec_num_proposed_drafts",
+               "spec_accept_rate_by_depth", "spec_draft_time", "spec_verify_time"}
+REPEATS = "the cat and the cat and the cat and the"
+
+
+@pytest.fixture(scope="module")
+def guessing(tiny_path):
+    """Beside `real`: the same model, with guesses."""
+    with ServedModel("--model", str(tiny_path), "--max-total-tokens", "1024", "--speculative-algorithm", "ngram",
+                     "--speculative-draft-length", "fixed") as running:
+        yield running
+        running.end()
+    assert re.search(r"cached \| accept len: \d\.\d\d, accept rate: [01]\.\d\d\n", running.log), running.log
+
+
+@pytest.fixture(scope="module")
+def few_words(tiny_path) -> dict:
+    """A bias to a few tokens, so that guesses are right now and then; one is half a character."""
+    from tokenizers import Tokenizer
+    return {str(i): 50 for i in Tokenizer.from_file(str(tiny_path / "tokenizer.json")).encode(" the and\u00e9").ids}
+
+
+@pytest.mark.parametrize("path, body", [
+    ("/v1/chat/completions", {"max_tokens": 60, "temperature": 0, "logprobs": True, "top_logprobs": 2}),
+    ("/v1/chat/completions", {"max_tokens": 60, "temperature": 0.3, "seed": 1, "n": 2}),
+    ("/v1/chat/completions", {"max_tokens": 60, "temperature": 0, "logprobs": True, "stop": "nd and and and and"}),
+    ("/v1/completions", {"max_tokens": 60, "temperature": 0, "logprobs": 2, "echo": True}),
+    ("/v1/completions", {"max_tokens": 37, "temperature": 0.3, "seed": 2, "logprobs": 0, "n": 2}),
+    ("/v1/completions", {"max_tokens": 60, "temperature": 0, "stop": ["the the the th"], "no_stop_trim": True}),
+    ("/v1/completions", {"max_tokens": 60, "temperature": 0.3, "seed": 3, "frequency_penalty": 0.5, "min_p": 0.01, "logprobs": 1})], ids=str)
+def test_guesses_change_no_answer(real, guessing, few_words, path, body):
+    prompt = {"messages": [{"role": "user", "content": REPEATS}]} if "chat" in path else {"prompt": REPEATS}
+    body = {**prompt, **body, "logit_bias": few_words, "ignore_eos": True}
+    expected, got = (server.post(path, **body).json() for server in (real, guessing))
+    check_alike([got["choices"], got["usage"]["completion_tokens"]], [expected["choices"], expected["usage"]["completion_tokens"]])
+    assert {choice["finish_reason"] for choice in expected["choices"]} == {"stop" if "stop" in body else "length"}
+    events = guessing.events(path, stream_options={"include_usage": True, "continuous_usage_stats": True}, **body)
+    check_stream(events, expected)
+    for key in ("text_offset", "content"):  # a piece's logprobs come with it
+        counts = [len(logprobs.get(key, ())) for e in events for c in e["choices"] if (logprobs := c["logprobs"])]
+        assert not any(counts) or max(counts[1:]) > 1
+    used = [e["usage"]["completion_tokens"] for e in events]
+    assert used == sorted(used) and used[-1] == expected["usage"]["completion_tokens"]
+    assert max(b - a for a, b in zip(used, used[1:])) > 1, "several tokens came at once"
+
+
+def test_generate_says_what_became_of_its_guesses(real, guessing, few_words):
+    params = {"max_new_tokens": 60, "temperature": 0.3, "sampling_seed": 5, "logit_bias": few_words, "ignore_eos": True, "n": 2}
+    body = {"text": REPEATS, "return_logprob": True, "top_logprobs_num": 2, "sampling_params": params}
+    expected, got = (server.post("/generate", **body).json() for server in (real, guessing))
+    events = guessing.events("/generate", **body)
+    last = [next(e for e in reversed(events) if e["index"] == n) for n in (0, 1)]
+    assert all(not SPECULATION & e["meta_info"].keys() for e in events if e not in last)
+    for one in last:
+        del one["index"]
+    for answers in (got, last):
+        told = [{key: answer["meta_info"].pop(key) for key in SPECULATION} for answer in answers]
+        for a, b in zip(answers, expected):
+            a["meta_info"]["cached_tokens"] = b["meta_info"]["cached_tokens"]
+        check_alike(answers, expected)
+        assert told[0] != told[1]
+        for t in told:
+            assert 0 < t["spec_num_correct_drafts"] < t["spec_num_proposed_drafts"] and 10 < t["spec_verify_ct"] < 59
+            assert t["spec_verify_ct"] + t["spec_num_correct_drafts"] >= 59 and t["spec_accept_rate_by_depth"][0] > 0
+            assert t["spec_accept_length"] == 1 + t["spec_num_correct_drafts"] / t["spec_verify_ct"] > 1
+            assert t["spec_accept_rate"] == t["spec_num_correct_drafts"] / t["spec_num_proposed_drafts"] and t["spec_verify_time"] > 0 < t["spec_draft_time"]
+
+
+def test_metrics_and_flags_of_speculation(real, guessing, few_words):
+    body = {"prompt": REPEATS, "max_tokens": 30, "temperature": 0, "logit_bias": few_words, "ignore_eos": True}
+    guessing.post("/v1/completions", **body)
+    before = metrics(guessing)
+    guessing.post("/v1/completions", **body)
+    now, stats = metrics(guessing), guessing.stats()
+    steps, proposed, correct, drafting, verifying = (now[f"spec_{name}_total"] - before[f"spec_{name}_total"] for name in (
+        "verify_calls", "num_proposed_drafts", "num_correct_drafts", "draft_seconds", "verify_seconds"))
+    assert 29 <= steps + correct and 0 < correct < proposed and drafting > 0 < verifying
+    assert now["spec_accept_length"] == stats["spec_accept_length"] > 1 and 0 < now["spec_accept_rate"] == stats["spec_accept_rate"] < 1
+    family = next(f for f in text_string_to_metric_families(guessing.client.get("/metrics").text) if f.name.endswith("rate_by_depth"))
+    assert [(s.labels["depth"], s.value) for s in family.samples] == [(str(n), r) for n, r in enumerate(stats["spec_accept_rate_by_depth"], 1)]
+    assert "spec_" not in real.client.get("/metrics").text and not any(name.startswith("spec_") for name in real.stats())
+    flags = guessing.client.get("/get_server_info").json()
+    assert (flags["speculative_algorithm"], flags["speculative_draft_length"], flags["speculative_num_draft_tokens"]) == ("ngram", "fixed", 8)

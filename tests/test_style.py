@@ -12,14 +12,15 @@ MODULES = sorted(p.stem for p in PACKAGE.glob("*.py"))
 LEVELS = {  # imports point down: a module may import those of lower levels that are named for it
     "protocol": set(), "eviction": set(), "waiting": set(), "radix": {"eviction", "waiting"}, "weights": set(), "native": set(), "kernels": {"native"},
     "attention": {"native", "kernels"}, "text": {"protocol"}, "memory": {"kernels"}, "sampling": {"native", "kernels", "protocol"}, "chat": {"protocol"},
-    "model": {"kernels", "native", "memory", "weights"}, "policies": set(), "scheduler": {"radix", "waiting", "policies", "memory", "protocol"},
+    "model": {"kernels", "native", "memory", "weights"}, "policies": set(), "layout": set(),
+    "scheduler": {"radix", "waiting", "policies", "layout", "memory", "protocol"}, "spec": {"radix", "sampling"},
     "config": {"protocol", "radix", "eviction", "policies"}, "events": {"radix"},
-    "engine": {"config", "events", "protocol", "radix", "eviction", "weights", "kernels", "attention", "memory", "sampling", "model", "policies", "scheduler", "text"},
-    "llm": {"engine", "config", "protocol", "chat"},
+    "engine": {"config", "events", "protocol", "radix", "eviction", "weights", "kernels", "attention", "memory", "sampling", "model", "policies", "scheduler", "spec", "text"},
+    "llm": {"engine", "config", "protocol", "chat", "radix"},
     "api": {"protocol", "chat"}, "process": {"protocol"}, "server": set(MODULES) - {"__init__", "__main__", "server"},
-    "__init__": set(), "__main__": {"config", "protocol"},
+    "__init__": set(), "__main__": {"config", "protocol", "radix"},
 }
-TORCH_FREE = ["protocol", "eviction", "waiting", "policies", "radix", "events", "text", "chat", "config", "api", "process", "server", "__main__"]
+TORCH_FREE = ["protocol", "eviction", "waiting", "policies", "layout", "radix", "events", "text", "chat", "config", "api", "process", "server", "__main__"]
 MAX_LINE, MAX_FILE, MAX_FUNCTION = 150, 850, 80
 
 

@@ -30,6 +30,21 @@ struct Attention {  // one layer; native.py has the same list of fields. Strides
     float scale, softcap;
 };
 
+// Where a token is in its text, and its window ends: a node of a draft tree lies as many columns behind the base as it has ancestors, or further on.
+inline int64_t position(const Attention& a, int64_t token) {
+    const int64_t col = a.cols[token];
+    return !a.base || a.base[token] > col ? col : a.base[token] + __builtin_popcountll(a.bits[token]) - 1;
+}
+
+// Which nodes of its tree a token sees, as bits: all of its path, or the last ones, which are the highest.
+inline uint64_t path(const Attention& a, int64_t token) {
+    if (!a.bits) return 0;
+    uint64_t bits = a.bits[token];
+    if (a.window)
+        for (int n = __builtin_popcountll(bits); n > a.window; n--) bits &= bits - 1;
+    return bits;
+}
+
 struct Scratch {  // of one thread; grows, and is kept
     std::vector<float> q, kt, v, s, p, acc;
     std::vector<float> top, total;  // per row: its reference (in base 2), and in a register's parts the sum of 2^(score - reference)
@@ -134,7 +149,7 @@ template <class T> void attend(const Attention& a, const int32_t* item, int head
     memset(q, 0, room * depth * 4), memset(kt, 0, depth * CB * 4), memset(acc, 0, room * width * 4);
     int64_t first = INT64_MAX, last = -1;
     for (int t = 0; t < q_len; t++) {
-        first = std::min(first, a.cols[q_start + t]), last = std::max(last, a.cols[q_start + t]);
+        first = std::min(first, position(a, q_start + t)), last = std::max(last, a.cols[q_start + t]);
         for (int h = 0; h < group; h++) {
             const T* from = (const T*)a.q + (q_start + t) * a.q_stride + (int64_t)(head * group + h) * a.q_head_stride;
             float* to = q + (int64_t)(t * group + h) * depth;
@@ -150,7 +165,7 @@ template <class T> void attend(const Attention& a, const int32_t* item, int head
     for (const void* cache : {a.k_cache, a.v_cache}) fetch_rows<T>(a, cache, slots + start, std::clamp<int64_t>(end - start, 0, CB), head, all);
     for (int64_t c0 = start; c0 < end; c0 += CB) {
         const int n = std::min<int64_t>(CB, end - c0);
-        auto lo = [&](int t) { return a.window ? a.cols[q_start + t] - a.window + 1 - c0 : 0; };
+        auto lo = [&](int t) { return a.window ? position(a, q_start + t) - a.window + 1 - c0 : 0; };
         auto hi = [&](int t) { return std::min<int64_t>(n, a.cols[q_start + t] + 1 - c0); };
         int t0 = 0, t1 = q_len;  // the tokens between which some see a column of this block
         while (t0 < t1 && (hi(t0) <= 0 || lo(t0) >= n)) t0++;
@@ -164,7 +179,7 @@ template <class T> void attend(const Attention& a, const int32_t* item, int head
             for (int i = 0; i < some; i++) {
                 const int r = r0 + i, t = r / group;
                 softmax<T>(a, s + i * CB, p + i * p_stride, acc + r * width, width, columns, top[r], total + r * VL, lo(t), hi(t),
-                           a.bits ? a.bits[q_start + t] : 0, a.base ? a.base[q_start + t] - c0 : CB);
+                           path(a, q_start + t), a.base ? a.base[q_start + t] - c0 : CB);
             }
             if (PAIRED<T>) memset(p + some * p_stride, 0, (up(some, 16) - some) * p_stride * 4);  // what tiles multiply beyond
             product<true, PAIRED<T>>(p, p_stride, v, width, acc + r0 * width, width, some, width, PAIRED<T> ? columns / 2 : n);

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from nano_sgl.attention import TorchAttention, register_attention
 from nano_sgl.events import BlockRemoved, BlockStored
 from nano_sgl.kernels import QuantizedWeight
+from nano_sgl.spec import CostCurve
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,16 @@ def expect_little(engine, step, random):
     engine.scheduler.ratio = 0.0  # so admission goes on believing that every output is about to end
 
 
+def ask_few_tokens(kind, ids, answer):
+    """Texts of three tokens repeat themselves, so that guesses are right now and then."""
+    return dict(logit_bias={65: 30.0, 66: 30.0, 67: 30.0}) if kind % 2 else {}
+
+
+def guesses_are_cheap(engine, step, random):
+    """Whatever this machine is busy with: how many guesses are drafted depends on how good they are."""
+    engine.speculation.lengths.cost = CostCurve([1, 64], [1.0, 1.2])
+
+
 # ---- what proves them ------------------------------------------------------------------------------------------------------------
 
 def started_before_others(run):
@@ -129,6 +140,13 @@ def blocks_told(run):
     return told
 
 
+def whole_pages(run):
+    """Prompts cached in whole pages; where there are some, the tokens of a page that is begun alike have been copied too."""
+    if not run.cached:
+        return len(run.batches)
+    return (run.counted("copied_tokens") > 0) * sum(a.cached > 0 == a.cached % 16 for a in run.answers.values())
+
+
 def steps_in_int8(run):
     """Steps of a model all of whose products are in 8 bits."""
     model = run.engine.model
@@ -141,7 +159,7 @@ FEATURES = [
     Feature("page 1", "p1", flags=dict(page_size=1), counted="prompts cached to a length that is no multiple of 16",
             proof=lambda run: sum(a.cached % 16 > 0 for a in run.answers.values()) if run.cached else len(run.batches)),
     Feature("page 16", "p16", flags=dict(page_size=16), counted="prompts cached in whole pages of 16",
-            proof=lambda run: sum(a.cached > 0 == a.cached % 16 for a in run.answers.values()) if run.cached else len(run.batches)),
+            proof=whole_pages),
     Feature("chunked prefill", "ch", flags=dict(chunked_prefill_size=24), counted="chunks that did not reach the end of their prompt",
             proof=lambda run: sum(int((~batch.complete).sum()) for batch in run.batches)),
     Feature("overlap", "ov", flags=dict(disable_overlap_schedule=False), counted="steps launched while another was in flight",
@@ -169,6 +187,14 @@ FEATURES = [
     Feature("cost-aware eviction", "co", flags=dict(radix_eviction_policy="cost", max_total_tokens=148), during=expect_little, needs_cache=True, counted="tokens evicted",
             proof=lambda run: run.counted("evicted_tokens")),
     Feature("KV events", "ev", flags=dict(kv_events=True), needs_cache=True, counted="blocks told of", proof=blocks_told),
+    Feature("guesses of ngram", "ng", flags=dict(speculative_algorithm="ngram", speculative_draft_length="fixed"), asks=ask_few_tokens,
+            counted="guesses that were right", proof=lambda run: run.counted("guesses")),
+    Feature("guesses of radix", "ra", flags=dict(speculative_algorithm="radix", speculative_draft_length="fixed"), needs_cache=True,
+            counted="guesses that were right", proof=lambda run: run.counted("guesses")),
+    Feature("ngram and radix, merged", "nr", flags=dict(speculative_algorithm="ngram+radix", speculative_draft_length="fixed"), asks=ask_few_tokens,
+            needs_cache=True, counted="guesses that were right", proof=lambda run: run.counted("guesses")),
+    Feature("adaptive draft length", "ad", flags=dict(speculative_algorithm="ngram", speculative_draft_length="adaptive"), asks=ask_few_tokens,
+            during=guesses_are_cheap, counted="guesses that were right", proof=lambda run: run.counted("guesses")),
     Feature("bfloat16", "bf", flags=dict(dtype="bfloat16"), counted="steps of a model in bfloat16",
             proof=lambda run: len(run.batches) * (str(run.engine.model.dtype) == "torch.bfloat16")),
     Feature("int8", "i8", flags=dict(quantization="int8"), counted="steps of a model with int8 weights", proof=steps_in_int8),

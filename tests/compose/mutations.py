@@ -76,6 +76,13 @@ class Deaf:
         pass
 
 
+def skip_the_copies(engine: Engine):
+    """What a row should have of another's page is not copied to its slots."""
+    struck = []
+    engine.kv.copy = lambda source, target: struck.extend(target.tolist())
+    return idle, struck
+
+
 def shorten_a_row(engine: Engine):
     """The device's length of a decoding row is one short: a token is computed again, in the place of the one before."""
     struck = []
@@ -130,4 +137,42 @@ def forget_counts(engine: Engine):
         struck.extend(output_ids[:1])
         return set_row(row, params, seed, prompt_ids, [], end_ids)
     engine.sampler.set_row = wrong
+    return idle, struck
+
+
+def take_a_wrong_guess(engine: Engine):
+    """The best guess of a row is kept, though it was wrong."""
+    struck, sample = [], engine.sampler.sample
+
+    def wrong(logits, positions, *rest, **more):
+        sampled = sample(logits, positions, *rest, **more)
+        steps = (positions[1:] == positions[:-1] + 1).nonzero().flatten()  # a root, and the guess behind it
+        if len(steps) and not struck:
+            struck.append(int(steps[0]))
+            sampled.tokens[steps[0]] = engine.speculation.ready.tokens[rest[0].rows[steps[0]], 1]
+        return sampled
+    engine.sampler.sample = wrong
+    return idle, struck
+
+
+def leave_the_guesses_where_they_are(engine: Engine):
+    """Guesses that were right are not put behind the known tokens: the row's table leads to the KV of others."""
+    struck = []
+
+    def each_step(step):
+        engine.speculation.branching = False
+        struck.append(step)
+    return each_step, struck
+
+
+def count_no_guesses(engine: Engine):
+    """Penalties do not count the guesses above a node."""
+    struck, sample = [], engine.sampler.sample
+
+    def wrong(logits, positions, batch, mask=None, branch=None, guesses=None):
+        if branch is not None:
+            struck.append(len(logits))
+            branch.real.zero_()
+        return sample(logits, positions, batch, mask, branch, guesses)
+    engine.sampler.sample = wrong
     return idle, struck

@@ -153,7 +153,7 @@ class Planned:
 
 
 def workload(features: Sequence[Feature], plain: Plain, seed: int = 0) -> list[Planned]:
-    """Requests of thirteen kinds, which ask for what the features want; a request with n > 1 comes as n of them."""
+    """Requests of fourteen kinds, which ask for what the features want; a request with n > 1 comes as n of them."""
     rng = random.Random(seed)
     new = lambda n: [rng.randrange(256) for _ in range(n)]
     system = new(48)
@@ -179,6 +179,7 @@ def workload(features: Sequence[Feature], plain: Plain, seed: int = 0) -> list[P
     add("far twin", far, 14, at=3, like="far")
     add("short", new(3), 24, at=4)
     add("red, turn 2", answers["red"] + new(6), 14, after="red")
+    add("red again", first, 20, after="red", like="red")
     add("blue, turn 2", answers["blue"] + new(5), 12, after="blue")
     add("far, longer", far + new(8), 10, at=8)
     add("red, turn 3", answers["red, turn 2"] + new(4), 8, after="red, turn 2")
@@ -213,7 +214,7 @@ class Run:
     before: dict = field(default_factory=dict)         # counters
 
     def counted(self, name: str) -> int:
-        return getattr(self.engine.scheduler.counters, name) - self.before[name]
+        return counts_of(self.engine)[name] - self.before[name]
 
     def changed_by(self, **neutral) -> int:
         """Answers which would be different if these parameters had their neutral values, and which said so before they ended."""
@@ -226,17 +227,22 @@ class Run:
         return count
 
 
+def counts_of(engine: Engine) -> dict[str, int]:
+    """What has happened on an engine since it was made."""
+    return vars(engine.scheduler.counters) | ({} if engine.speculation is None else {"guesses": engine.speculation.total.accepted})
+
+
 def drive(engine: Engine, planned: list[Planned], features: Sequence[Feature], plain: Plain, *, audit: bool = True,
           each_step: Callable[[int], None] = lambda step: None) -> Run:
     """Run a workload on an idle engine whose cache is empty, and leave it like that. `audit`: prove the books after every step, and in the
     end that all memory is free."""
     scheduler, rng = engine.scheduler, random.Random(0)
-    run = Run(engine, plain, scheduler.cache, {p.request.rid: p.request for p in planned}, before=dict(vars(scheduler.counters)))
+    run = Run(engine, plain, scheduler.cache, {p.request.rid: p.request for p in planned}, before=counts_of(engine))
     plan_batch = scheduler.next_batch
 
-    def next_batch():
+    def next_batch(*asked):
         in_flight = len(engine.flights)
-        batch = plan_batch()
+        batch = plan_batch(*asked)
         if batch is not None:
             run.batches.append(batch)
             run.overlapped += in_flight > 0

@@ -26,8 +26,9 @@ def test_a_pair_sees_a_zeroed_slot_and_a_skipped_repoint(lab, cell):
     lab.mutants += 2
 
 
-OTHERS = {mutations.shorten_a_row: (), mutations.keep_an_overrun_token: ("overlap", "stop strings"),
-          mutations.noise_by_row: ("seeded sampling",), mutations.forget_counts: ("retraction", "penalties and bias")}
+OTHERS = {mutations.shorten_a_row: (), mutations.skip_the_copies: ("page 16", "n"), mutations.keep_an_overrun_token: ("overlap", "stop strings"),
+          mutations.noise_by_row: ("seeded sampling",), mutations.forget_counts: ("retraction", "penalties and bias"), mutations.take_a_wrong_guess: ("guesses of ngram",),
+          mutations.leave_the_guesses_where_they_are: ("guesses of ngram",), mutations.count_no_guesses: ("guesses of radix", "penalties and bias")}
 
 
 @pytest.mark.parametrize("mutate", OTHERS, ids=lambda mutate: mutate.__name__)

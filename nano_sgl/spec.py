@@ -1,0 +1,655 @@
+"""Spec: several tokens a step. A drafter guesses how a text goes on, and one forward pass judges all of its guesses.
+
+A decode step reads every weight to make one token; a few tokens more in the same step cost little. So a row's step computes, behind its last
+known token, a tree of guesses, and samples at every node what the model says comes next:
+
+    known ... 3 ","          node   0 ","  1 " 4"  2 " 5"  3 ","  4 " four"      tokens, and `parents`: two flat arrays a row
+              |              parent -      0       0       1      0
+              +-- 1 " 4" --- 3 ","         columns base + node, positions base + depth; a node sees what is known and its ancestors:
+              +-- 2 " 5"                   one int64 of bits each (attention.py), never a mask of bytes
+              +-- 4 " four"
+    sampled at 0: " 4", so node 1 was right; at 1: ",", so 3 was; at 3: " 5"     -> " 4", ",", " 5": three tokens, one step
+
+Exactness. What is sampled at a node is what would be sampled there without speculation: the same logits, edits and filters (penalties count the
+tokens of the branch), and the same noise, which is a function of seed and position. The walk follows the child that equals the sample. So the text
+is the text without speculation, at any temperature. `rejection` is the other rule: a guess x, drawn from the drafter's q, is kept with
+probability min(1, p(x)/q(x)), else a token of max(p - q, 0) is drawn (Leviathan et al. 2023); right in distribution, but another text, and for
+chains alone.
+
+KV. Node i is written at column base + i. The accepted path is a subset of these columns: at page size 1 the row's table is permuted, accepted
+slots first; where pages hold several slots, KV is moved among the row's own columns. Nothing is allocated, nothing outside the row changes.
+
+Drafters are registered by name. A *device* drafter looks at the rows after a step and leaves its guesses for the next one on the device: `ngram`.
+A *host* drafter speaks one step early, of the last token that the host knows; the device keeps the branch that was really sampled: `radix`. Names
+joined by "+" are merged into one tree. Guesses stand in order of their score, parents before children, so the best n are the first n.
+
+Length. `Lengths` weighs what a draft is likely to win, by how often the request's last guesses were right, against what its tokens cost on this
+machine, t(tokens), measured at the start; it drafts nothing where that does not pay.
+
+Where it stops: 64 nodes a row (the bits of an int64). Padding nodes (guesses that the host hoped for and the drafter did not have) are computed and
+thrown away. Source: Leviathan et al. 2023, Chen et al. 2023; trees: Miao et al. 2024 (SpecInfer), Li et al. 2024 (EAGLE-2); prompt lookup: Saxena
+2023; sampling coupled by shared noise: Daliri et al. 2025.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from . import sampling
+from .radix import TOKEN_BYTES, Node, Tree
+
+MAX_NODES = 64           # of a row's tree, the root included: the bits of an int64
+DECAY = 0.9              # by so much a guess is worth less than the one before it
+MAX_QUALITY = 15         # of guesses: `Lengths` keeps a record of each
+LONGEST, SHORTEST = 8, 2  # tokens that a match of `ngram` may and must have
+CHILDREN = 64            # children of a node that `radix` looks at
+Req = Any                # the scheduler's
+
+
+# ---------------------------------------------------------------------------------------------------------------------- the draft tree
+
+@dataclass(frozen=True)
+class DraftTree:
+    """Guesses of B rows. Node 0 is the root, the last token that is known; parents come before their children, siblings differ.
+
+    tokens [B, N] int64; parents [B, N] int64, of the root 0; sizes [B] int64: nodes of a row with its root, the rest is padding: valid tokens and
+    parents that mean nothing. All else is derived where these are: on the device.
+    """
+    tokens: Tensor
+    parents: Tensor
+    sizes: Tensor
+
+    @cached_property
+    def inside(self) -> Tensor:
+        """[B, N] bool: no padding."""
+        return torch.arange(self.tokens.shape[1], device=self.tokens.device) < self.sizes[:, None]
+
+    @cached_property
+    def bits(self) -> Tensor:
+        """[B, N] int64: bit i is set where node i is an ancestor, or the node itself. Of padding: the root."""
+        nodes = self.tokens.shape[1]
+        own = torch.ones((), dtype=torch.int64, device=self.tokens.device) << torch.arange(nodes, device=self.tokens.device)
+        bits, jump = torch.where(self.inside, own, 1), torch.where(self.inside, self.parents, 0)
+        for _ in range(nodes.bit_length()):  # after k rounds the 2^k nearest ancestors are known
+            bits, jump = bits | bits.gather(1, jump), jump.gather(1, jump)
+        return bits
+
+    @cached_property
+    def members(self) -> Tensor:
+        """[B, N, N] bool: `bits`, one by one."""
+        return (self.bits[..., None] >> torch.arange(self.tokens.shape[1], device=self.tokens.device) & 1).bool()
+
+    @cached_property
+    def depth(self) -> Tensor:
+        """[B, N] int64: how far a node lies below the root; its position is the root's and this. Of padding: 0."""
+        return self.members.sum(-1) - 1
+
+    def family(self) -> tuple[Tensor, Tensor]:
+        """(first child, next sibling), [B, N] int64 each, -1 for none: the tree as EAGLE's kernels take it."""
+        nodes = torch.arange(self.tokens.shape[1], device=self.tokens.device)
+        real = self.inside & (nodes > 0)
+        is_child = real[:, None, :] & (self.parents[:, None, :] == nodes[:, None])                                       # [B, parent, node]
+        later = real[:, None, :] & real[:, :, None] & (self.parents[:, None, :] == self.parents[:, :, None]) & (nodes > nodes[:, None])
+        return tuple(torch.where(some.any(-1), some.int().argmax(-1), -1) for some in (is_child, later))
+
+    def first(self, counts: Tensor) -> DraftTree:
+        """The best guesses: `counts` [B] of them a row at most."""
+        return DraftTree(self.tokens, self.parents, torch.minimum(self.sizes, counts + 1))
+
+
+def no_guesses(roots: Tensor, count: int) -> DraftTree:
+    """Trees of a root alone, with room for `count` guesses. roots: [B] int64."""
+    tokens = torch.zeros(len(roots), count + 1, dtype=torch.int64, device=roots.device)
+    tokens[:, 0] = roots
+    return DraftTree(tokens, torch.zeros_like(tokens), torch.ones_like(roots))
+
+
+def best(roots: Tensor, tokens: Tensor, parents: Tensor, scores: Tensor, count: int) -> tuple[DraftTree, Tensor]:
+    """The `count` candidates of greatest score, best first, among equals the earlier. They are trees because a parent stands before its children
+    and scores no less. Returns the trees and their scores [B, 1 + count]; those of roots and padding mean nothing.
+
+    roots [B] int64; of M candidates: tokens, parents (an index, -1: the root) [B, M] int64; scores [B, M] float, -inf: none.
+    """
+    scores, order = (part[:, :count] for part in scores.sort(dim=1, stable=True, descending=True))                       # [B, n]
+    real, above = scores > -math.inf, parents.gather(1, order)
+    place = torch.zeros_like(parents)
+    place.scatter_(1, order, torch.arange(1, order.shape[1] + 1, device=order.device).expand_as(order))                  # [B, M]
+    tokens = torch.where(real, tokens.gather(1, order), 0)
+    parents = torch.where(real & (above >= 0), place.gather(1, above.clamp(min=0)), 0)
+    tokens, parents, scores = (F.pad(part, (1, count - order.shape[1])) for part in (tokens, parents, scores))
+    tokens[:, 0] = roots
+    return DraftTree(tokens, parents, 1 + real.sum(1)), scores
+
+
+def expand(roots: Tensor, step: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], steps: int, topk: int, count: int) -> tuple[DraftTree, Tensor]:
+    """EAGLE-2's tree (Li et al. 2024): at each step the `topk` best leaves get `topk` children each; of all that were made, the `count` best
+    stay, and among equals the shallower. Returns the trees and their scores [B, 1 + count], sums of logprobs along the path.
+
+    step(tokens [B, w], beams [B, w] int64) -> (tokens [B, w, topk] int64, logprobs [B, w, topk], none above 0): the likely next tokens of w
+    leaves; w is 1 (the root) at first, then topk. `beams` says which of the last step's w * topk candidates each leaf was, so that a drafter can
+    follow with its own state. Siblings must differ.
+    """
+    made: list[tuple[Tensor, Tensor, Tensor]] = []
+    leaves, beams = roots[:, None], torch.zeros_like(roots)[:, None]                                                     # [B, w]
+    above, base, offset = torch.full_like(leaves, -1), torch.zeros(leaves.shape, device=roots.device), 0
+    for _ in range(steps):
+        tokens, logprobs = step(leaves, beams)
+        scores = (base[..., None] + logprobs).flatten(1)                                                                 # [B, w * topk]
+        tokens, parents = tokens.flatten(1), above.repeat_interleave(topk, 1)
+        made.append((tokens, parents, scores))
+        base, beams = (part[:, :topk] for part in scores.sort(dim=1, stable=True, descending=True))  # `topk` leaves ties to chance
+        leaves, above = tokens.gather(1, beams), offset + beams
+        offset += tokens.shape[1]
+    return best(roots, *(torch.cat(parts, 1) for parts in zip(*made)), count)
+
+
+def merge(trees: Sequence[tuple[DraftTree, Tensor]], count: int) -> tuple[DraftTree, Tensor]:
+    """One tree of several with the same roots, each with scores [B, N] that do not rise along a path: a guess that two have made stands once, with
+    the better score. The `count` best stay. Returns the tree and its scores [B, 1 + count]."""
+    tokens = torch.cat([tree.tokens[:, 1:] for tree, _ in trees], 1)                                                     # [B, M]: without roots
+    scores = torch.cat([torch.where(tree.inside, score, -math.inf)[:, 1:] for tree, score in trees], 1)
+    starts = itertools.accumulate((tree.tokens.shape[1] - 1 for tree, _ in trees), initial=0)
+    parents = torch.cat([torch.where(tree.parents > 0, tree.parents - 1 + start, -1)[:, 1:] for (tree, _), start in zip(trees, starts)], 1)
+    paths = torch.cat([_paths(tree)[:, 1:] for tree, _ in trees], 1)
+    same = (paths[:, :, None] == paths[:, None, :]) & (scores > -math.inf)[:, None, :]                                   # [B, M, M]
+    stands_for = same.int().argmax(-1)                                                                                   # [B, M]: the first of them
+    parents = torch.where(parents >= 0, stands_for.gather(1, parents.clamp(min=0)), -1)
+    is_copy = stands_for != torch.arange(tokens.shape[1], device=tokens.device)
+    scores = torch.where(same, scores[:, None, :], -math.inf).amax(-1).masked_fill(is_copy, -math.inf)
+    return best(trees[0][0].tokens[:, 0], tokens, parents, scores, count)
+
+
+def _paths(tree: DraftTree) -> Tensor:
+    """[B, N] int64: a hash of the tokens from the root to a node, the sum of what each is mixed to with its depth. Were two equal by chance, a
+    guess would be lost, no more."""
+    mixed = (tree.tokens * MAX_NODES + tree.depth) * 0x2545F4914F6CDD1D
+    mixed = mixed ^ (mixed >> 29)
+    return (tree.members * (mixed * mixed * 0x1B873593 + mixed)[:, None, :]).sum(-1)
+
+
+# ---------------------------------------------------------------------------------------------------------------------- verification
+
+class Verified(NamedTuple):
+    """What a step found out of B rows. `order` [B, N] int64: the nodes of the accepted path, root first, then the others; `counts` [B] int64:
+    guesses that were right; `tokens` [B, N] int64: what the rows sampled along the path, counts + 1 of them; behind stands anything."""
+    order: Tensor
+    counts: Tensor
+    tokens: Tensor
+
+
+def verify(tree: DraftTree, targets: Tensor) -> Verified:
+    """Follow, from the root, the child that equals what was sampled at its parent. targets [B, N] int64, one sample a node."""
+    nodes = torch.arange(tree.tokens.shape[1], device=targets.device)
+    right = (tree.tokens == targets.gather(1, tree.parents)) | (nodes == 0)                                              # [B, N]
+    taken = (right[:, None, :] | ~tree.members).all(-1) & tree.inside
+    last = torch.where(taken, tree.depth, -1).argmax(1)                                                                  # [B]
+    on_path = tree.members[torch.arange(len(last), device=last.device), last]                                            # [B, N]
+    order = torch.where(on_path, nodes, nodes + len(nodes)).argsort(dim=1)
+    return Verified(order, tree.depth.gather(1, last[:, None])[:, 0], targets.gather(1, order))
+
+
+# ------------------------------------------------------------------------------------------------------------------------- drafters
+
+@dataclass(frozen=True)
+class DraftOptions:
+    """What a drafter may be told: `count` guesses a row at most, `branches` of a node, and of `ngram` how many tokens a match may and must have."""
+    count: int = 8
+    branches: int = 4
+    longest: int = LONGEST
+    shortest: int = SHORTEST
+
+
+DRAFTERS: dict[str, type] = {}
+
+
+def drafter(name: str):
+    """Class decorator: makes a drafter selectable by name. It is made from DraftOptions and has one of
+
+    draft(tokens [B, C] int, known [B] int64) -> (DraftTree, scores [B, N] float, quality [B] int64)     a device drafter, after each step;
+        tokens[:, :known] is the text; quality: 0 for no guess, up to 15: guesses of like quality are right equally often. Waits for nothing.
+    propose(tree, node, rest, count) -> (tokens, parents, scores)                                    a host drafter, as each step is planned;
+        node: the last of the request's own in the radix tree; rest: int32 bytes of what it knows beyond. Lists of at most `count` guesses, best
+        first, parents (an index into them, -1: the last known token) before their children. Reads the tree, writes nothing.
+
+    Scores compare the guesses of all drafters: 0 to 1, and none above its parent's.
+    """
+    def put(cls: type) -> type:
+        if name in DRAFTERS or "+" in name:
+            raise ValueError(f"drafter {name!r} is taken, or no name: + joins drafters")
+        DRAFTERS[name] = cls
+        return cls
+    return put
+
+
+def make_drafters(algorithm: str, options: DraftOptions) -> list:
+    """The drafters of a name such as "ngram+radix". ValueError for one that is not known."""
+    names = algorithm.split("+")
+    for name in names:
+        if name not in DRAFTERS or names.count(name) > 1:
+            raise ValueError(f"speculative_algorithm is {algorithm!r}, expected one of {', '.join(DRAFTERS)}, or several of them joined by +")
+    return [DRAFTERS[name](options) for name in names]
+
+
+@drafter("ngram")
+class Ngram:
+    """Prompt lookup (Saxena 2023): where the last tokens occurred before, in prompt or output, is how they went on. A device drafter.
+
+    Of all earlier places whose last tokens are ours, `branches` are taken, the longest match first, then the latest. What followed there is
+    guessed; a place so near that its continuation runs into the present is a period, and goes on as one. Places that went on alike share a
+    branch; a guess scores the sum of its places' votes, each token of a match doubles a vote. Cost: `longest` compares of the text.
+    """
+
+    def __init__(self, options: DraftOptions):
+        self.options = options
+
+    def draft(self, tokens: Tensor, known: Tensor) -> tuple[DraftTree, Tensor, Tensor]:
+        """See `drafter`. quality: the length of the match."""
+        o, last = self.options, (known - 1)[:, None]                                                                     # [B, 1]
+        roots = tokens.gather(1, last)[:, 0].long()
+        match, end = self._places(tokens, last)                                                                          # [B, T]
+        real, width = match >= o.shortest, match.shape[1]
+        if tokens.device.type == "cpu" and not real.any():  # on a GPU asking would be waiting
+            return no_guesses(roots, o.count), torch.ones(len(roots), o.count + 1), torch.zeros_like(roots)
+        votes = torch.where(real, torch.exp2(match - match[:, :1]), 0.0)
+        votes = votes / votes.sum(1, keepdim=True).clamp(min=1)  # the best has 1
+        steps = torch.arange(o.count, device=tokens.device)[:, None]                                                     # [K, 1]
+        at = steps % (last - end).clamp(min=1)[:, None] + (end + 1)[:, None]                                             # [B, K, T]
+        guesses = tokens.gather(1, torch.minimum(at.flatten(1), last)).long()
+        chains = guesses.view(at.shape)
+        same = ((chains[..., None] == chains[:, :, None]) & real[:, None, None]).float().cumprod(1)                      # [B, K, T, T]
+        leader = same.argmax(-1)                                                                                         # [B, K, T]
+        scores = (same * votes[:, None, None]).sum(-1) * DECAY ** (steps + 1)
+        scores = torch.where(real[:, None] & (leader == torch.arange(width, device=tokens.device)), scores, -math.inf)
+        parents = F.pad((leader + steps * width)[:, :-1], (0, 0, 1, 0), value=-1)
+        tree, scores = best(roots, guesses, parents.flatten(1), scores.flatten(1), o.count)
+        return tree, scores, torch.where(real[:, 0], match[:, 0], 0).clamp(max=MAX_QUALITY)
+
+    def _places(self, tokens: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
+        """The `branches` best places: (how many of a row's last tokens occur there, the column of the last), [B, T] int64."""
+        o, columns = self.options, tokens.shape[1]
+        suffix = tokens.gather(1, (last - torch.arange(o.longest - 1, -1, -1, device=tokens.device)).clamp(min=0))       # [B, longest]
+        windows = F.pad(tokens, (o.longest - 1, 0), value=-1).unfold(1, o.longest, 1)                                    # [B, C, longest]
+        match, equal = torch.zeros_like(tokens), torch.empty_like(tokens)  # `equal`: 0 or 1. A bool, or a scalar, makes a CPU convert
+        for theirs, ours in zip(windows.unbind(-1), suffix[:, None].unbind(-1)):
+            torch.addcmul(torch.eq(theirs, ours, out=equal), match, equal, out=match)  # (match + 1) * equal: how many equal ones in a row
+        column = torch.arange(columns, dtype=tokens.dtype, device=tokens.device)
+        match *= torch.lt(column, last.to(tokens.dtype), out=equal)
+        found = torch.add(column, match, alpha=columns, out=equal).topk(min(o.branches, columns)).values.long()  # longest first, then latest
+        return found // columns, found % columns
+
+
+@drafter("radix")
+class Radix:
+    """What the cache holds below a request's own place: how the same beginning went on before, in its namespace. A host drafter.
+
+    Where branches part, a request's hits are its votes. Cost: one walk over what the request has added to its node, a heap entry a guess.
+    """
+
+    def __init__(self, options: DraftOptions):
+        self.options = options
+
+    def propose(self, tree: Tree, node: Node, rest: bytes, count: int) -> tuple[list[int], list[int], list[float]]:
+        """See `drafter`."""
+        tokens, parents, scores = [], [], []
+        made: dict[tuple[int, int], int] = {}  # (parent, token) -> its number: where a page is cut, several nodes may begin alike
+        ticks = itertools.count()
+        heap: list[tuple[float, int, int, Node, int]] = []  # (-score of its next token, tick, parent, node, offset into it in bytes)
+
+        def offer(nodes: list[tuple[Node, int]], parent: int, score: float) -> None:
+            total = sum(child.hits for child, _ in nodes)
+            for child, offset in heapq.nlargest(self.options.branches, nodes, key=lambda at: at[0].hits):
+                heapq.heappush(heap, (-score * child.hits / total * DECAY, next(ticks), parent, child, offset))
+
+        node = tree.root(node.namespace) if node.is_root else node  # a request may hold the root of a namespace that was empty
+        offer(_places(tree, node, rest), -1, 1.0)
+        while heap and len(tokens) < count:
+            score, _, parent, node, offset = heapq.heappop(heap)
+            token = int.from_bytes(node.key[offset:offset + TOKEN_BYTES], "little")
+            number = made.setdefault((parent, token), len(tokens))
+            if number == len(tokens):
+                tokens.append(token)
+                parents.append(parent)
+                scores.append(-score)
+            offset += TOKEN_BYTES
+            if offset < len(node.key):
+                heapq.heappush(heap, (score * DECAY, next(ticks), number, node, offset))
+            else:
+                offer(_below(node), number, -score)
+        return tokens, parents, scores
+
+
+def _below(node: Node) -> list[tuple[Node, int]]:
+    return [(child, 0) for child in itertools.islice(node.children.values(), CHILDREN) if child.slots is not None]
+
+
+def _places(tree: Tree, node: Node, rest: bytes) -> list[tuple[Node, int]]:
+    """Where cached text that begins with `rest` below a node goes on: (node, offset in bytes). A page may be cut by where `rest` ends."""
+    page = tree.page_size * TOKEN_BYTES
+    while rest:
+        if len(rest) < page:
+            return [(child, len(rest)) for child, _ in _below(node) if child.key.startswith(rest)]
+        child = node.children.get(rest[:page])
+        if child is None or child.slots is None:
+            return []
+        if len(rest) < len(child.key):
+            return [(child, len(rest))] if child.key.startswith(rest) else []
+        if not rest.startswith(child.key):
+            return []
+        node, rest = child, rest[len(child.key):]
+    return _below(node)
+
+
+# ---------------------------------------------------------------------------------------------------------------- how many guesses pay
+
+class CostCurve:
+    """Seconds of a step by its tokens: measured at some sizes, straight between and beyond them, never falling."""
+
+    def __init__(self, sizes: Sequence[int], seconds: Sequence[float]):
+        self.sizes, self.seconds = np.asarray(sizes, float), np.maximum.accumulate(np.asarray(seconds, float))
+
+    def __call__(self, tokens: np.ndarray) -> np.ndarray:
+        """[n] tokens -> [n] seconds."""
+        (a, b), (s, t) = self.sizes[-2:], self.seconds[-2:]
+        return np.interp(tokens, self.sizes, self.seconds) + np.maximum(tokens - b, 0) * (t - s) / (b - a)
+
+
+@dataclass
+class Record:
+    """One request's guesses: what became of them, and what is known of those for its next step."""
+    steps: int = 0                  # that verified guesses, or could have
+    proposed: int = 0
+    accepted: int = 0
+    right_at: list[int] = field(default_factory=list)   # [d]: steps in which the guess d + 1 tokens ahead was right
+    judged_at: list[int] = field(default_factory=list)  # [d]: and those in which there was one, all before it right
+    right: float = 0.0              # recent guesses that were right, and that were judged: they fade
+    judged: float = 0.0
+    ready: int = 0                  # guesses of device drafters for the step after the last one that the host knows
+    found: int = 0                  # and of all drafters
+    first: int = -1                 # the best of them
+    quality: int = 0
+    draft_s: float = 0.0            # seconds that making guesses took,
+    verify_s: float = 0.0           # and the steps that verified some
+
+    def add(self, drafted: int, deepest: int, right: int) -> None:
+        """A step more: so many guesses were judged, so many of them could have been right, and so many were."""
+        self.steps, self.proposed, self.accepted = self.steps + 1, self.proposed + drafted, self.accepted + right
+        for counts, upto in ((self.right_at, right), (self.judged_at, min(deepest, right + 1))):
+            counts += [0] * (upto - len(counts))
+            for depth in range(upto):
+                counts[depth] += 1
+
+    def summary(self) -> dict:
+        """What a client is told, under SGLang's names, and accept rates by depth. Lengths count the token that every step makes."""
+        judged, right = self.judged_at, self.right_at + [0] * (len(self.judged_at) - len(self.right_at))
+        return {"spec_verify_ct": self.steps, "spec_num_proposed_drafts": self.proposed, "spec_num_correct_drafts": self.accepted,
+                "spec_accept_length": 1 + self.accepted / max(self.steps, 1), "spec_accept_rate": self.accepted / max(self.proposed, 1),
+                "spec_accept_rate_by_depth": [r / j for r, j in zip(right, judged)],
+                "spec_draft_time": self.draft_s, "spec_verify_time": self.verify_s}
+
+
+class Lengths:
+    """How many guesses each request drafts: as many as pay off, down to none.
+
+    A guess behind d - 1 others is right with probability rate^d, where rate is how often the request's recent guesses were right, and at first
+    how often those of the same quality were, of all requests. The best guesses of all rows are taken in turn, as long as expected tokens divided
+    by t(tokens) rise. A guess that was made and not drafted is judged all the same, by what was sampled in its place, so that a request
+    which stopped drafting finds back.
+    """
+
+    FADE, PRIOR, WORTH = 0.85, 2.0, 1.02  # what is left of a record after a step; the weight of others' records; the gain that is worth the trouble
+
+    def __init__(self, cost: CostCurve, count: int):
+        self.cost, self.count = cost, count
+        self.right, self.judged = np.full(16, 1.0), np.full(16, 2.0)  # by quality
+
+    def choose(self, records: Sequence[Record], found: Sequence[int]) -> list[int]:
+        """Guesses for each row of a step; `found`: how many it has, or may have."""
+        if not any(found):
+            return [0] * len(records)
+        prior = self.right / self.judged
+        rate = np.array([(r.right + self.PRIOR * prior[r.quality]) / (r.judged + self.PRIOR) for r in records])
+        steps = np.arange(1, self.count + 1)
+        wins = np.where(steps <= np.array(found)[:, None], rate[:, None] ** steps, 0.0).ravel()
+        order = np.argsort(-wins, kind="stable")
+        expected = len(records) + np.concatenate(([0.0], np.cumsum(wins[order])))
+        speed = expected / self.cost(len(records) + np.arange(len(expected)))
+        most = int(speed.argmax())
+        if speed[most] < self.WORTH * speed[0]:
+            return [0] * len(records)
+        taken = np.bincount(order[:most] // self.count, minlength=len(records))
+        return taken.tolist()
+
+    def learn(self, record: Record, deepest: int, tokens: Sequence[int]) -> None:
+        """A step has ended: `tokens` were sampled, all but the last of them guessed right, of `deepest` that could have been."""
+        right, wrong = len(tokens) - 1, len(tokens) - 1 < deepest
+        if not deepest and record.found:
+            right, wrong = int(tokens[0] == record.first), tokens[0] != record.first
+        if right or wrong:
+            record.right, record.judged = record.right * self.FADE + right, record.judged * self.FADE + right + wrong
+            q = record.quality
+            self.right[q], self.judged[q] = self.right[q] * 0.998 + right, self.judged[q] * 0.998 + right + wrong
+
+
+# ------------------------------------------------------------------------------------------------------------------------ in the engine
+
+@dataclass
+class Drafts:
+    """What a step needs from the host for its guesses: S rows sample, M nodes are judged. `packed`: its arrays, see `Speculation.plan`."""
+    of_nodes: list[Req]             # [M] whose node it is
+    packed: list[np.ndarray]        # [n] i64 each
+    nodes: int                      # N, of the largest tree
+
+
+@dataclass(frozen=True)
+class Step:
+    """The guesses of a step on the device, of S rows that sample. M nodes: their roots and guesses, padding too."""
+    tree: DraftTree                 # of S rows
+    base: Tensor                    # [S] int64 column of the root
+    at: Tensor                      # [M] int64 of each node: which of the step's tokens it is,
+    row: Tensor                     # [M] int64  whose it is, of S,
+    node: Tensor                    # [M] int64  and its number in the tree
+
+    def of(self, values: Tensor) -> Tensor:
+        """[S, N] -> [M]: values of the nodes."""
+        return values[self.row, self.node]
+
+    @property
+    def columns(self) -> Tensor:
+        """[M] int64. Padding stands where its root does."""
+        return self.base[self.row] + self.node * self.of(self.tree.inside)
+
+    @property
+    def positions(self) -> Tensor:
+        """[M] int64."""
+        return self.base[self.row] + self.of(self.tree.depth)
+
+    def branch(self) -> sampling.Branch:
+        """The guesses above each node and itself, which penalties count."""
+        real = self.tree.members[self.row, self.node].float()
+        real[:, 0] = 0  # the root has been counted
+        return sampling.Branch(self.tree.tokens[self.row], real)
+
+    def next_of_chain(self) -> sampling.Guesses:
+        """The guess behind each node of a chain, for rejection sampling. What our drafters guess, they are certain of."""
+        following = F.pad(torch.where(self.tree.inside, self.tree.tokens, -1)[:, 1:], (0, 1), value=-1)
+        return sampling.Guesses(self.of(following), None)
+
+
+@dataclass
+class Judged:
+    """What a step with guesses leaves for the host, of S rows."""
+    order: Tensor                   # [S, N] int64, as in Verified
+    counts: Tensor                  # [S] int64, guesses that were right
+    drafted: Tensor                 # [S] int64, guesses that were judged
+    deepest: Tensor                 # [S] int64, how many of them could have been right
+
+
+@dataclass
+class Next:
+    """What a step leaves for the host of the guesses for the next one, of S rows."""
+    found: Tensor                   # [S] int64, how many there are,
+    first: Tensor                   # [S] int64  the best of them,
+    quality: Tensor                 # [S] int64  and how good they are
+
+
+class Speculation:
+    """The drafters of an engine, the guesses of its rows on the device, and how many are drafted.
+
+    `lengths`: None drafts `options.count` guesses wherever there are some. `max_rows`: as of the device rows.
+    """
+
+    def __init__(self, algorithm: str, options: DraftOptions, max_rows: int, device: str, lengths: Lengths | None):
+        self.options, self.device, self.lengths = options, device, lengths
+        drafters = make_drafters(algorithm, options)
+        self.ahead = [d for d in drafters if hasattr(d, "draft")]
+        self.host = [d for d in drafters if hasattr(d, "propose")]
+        self.branching = options.branches > 1 or len(drafters) > 1
+        self.ready = no_guesses(torch.zeros(max_rows, dtype=torch.int64, device=device), options.count)  # of each row, for its next step
+        self.scores = torch.ones(self.ready.tokens.shape, device=device)
+        self.total = Record()  # of all requests
+        self.proposals: dict[Req, tuple[list[int], list[int], list[float]]] = {}
+
+    # ---- on the host, as a step is planned
+
+    def choose(self, reqs: Sequence[Req], records: Sequence[Record], tree: Tree, in_flight: bool) -> dict[Req, int]:
+        """How many guesses each of the rows may draft in the step to come. in_flight: the host does not know the last step's tokens."""
+        self.proposals.clear()
+        found = []
+        for req, record in zip(reqs, records):
+            count = record.ready
+            if self.host:
+                made = self._propose(req, tree, in_flight)
+                if made[0]:
+                    self.proposals[req] = made
+                    count += len(made[0])
+                    if not record.ready:
+                        record.first, record.quality = made[0][0], 15
+            found.append(min(self.options.count, count) if not in_flight else self.options.count * (count > 0))
+            record.found = count
+        chosen = found if self.lengths is None else self.lengths.choose(records, found)
+        return {req: count for req, count in zip(reqs, chosen) if count}
+
+    def learn(self, record: Record, drafted: int, deepest: int, tokens: Sequence[int], decoded: bool, coming: tuple[int, int, int]) -> None:
+        """A step has ended in which a row sampled `tokens`: all but the last were guessed right; `drafted` guesses were judged, of which `deepest`
+        could have been right. decoded: it was not the first token. coming: of the guesses for the next step how many there are, the best and
+        their quality."""
+        if self.lengths is not None:
+            self.lengths.learn(record, deepest, tokens)
+        record.ready, record.first, record.quality = coming
+        record.found = record.ready
+        if decoded:
+            for counted in (record, self.total):
+                counted.add(drafted, deepest, len(tokens) - 1)
+
+    def _propose(self, req: Req, tree: Tree, in_flight: bool) -> tuple[list[int], list[int], list[float]]:
+        rest = req.key()[TOKEN_BYTES * req.node.end:]
+        count = min((2 if in_flight else 1) * (self.options.count + 1), MAX_NODES - 1)
+        tokens, parents, scores = [], [], []
+        for drafter in self.host:
+            more = drafter.propose(tree, req.node, rest, count)
+            parents += [p + len(tokens) if p >= 0 else -1 for p in more[1]]
+            tokens, scores = tokens + more[0], scores + more[2]
+        return tokens[:MAX_NODES - 1], parents[:MAX_NODES - 1], scores[:MAX_NODES - 1]
+
+    def plan(self, reqs: list[Req], counts: np.ndarray, last: np.ndarray, limits: np.ndarray) -> Drafts:
+        """The host's part of a step with guesses. Of the S rows that sample: `counts` of guesses, `last`: which of the step's tokens is the last
+        (its nodes are the tokens up to there), `limits`: columns that exist. [S] ints each."""
+        sizes = counts + 1
+        row = np.repeat(np.arange(len(reqs)), sizes)
+        node = np.arange(len(row)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+        made = [self.proposals.get(req, ([], [], [])) if count else ([], [], []) for req, count in zip(reqs, counts.tolist())]
+        wide = max(len(tokens) for tokens, _, _ in made)
+        packed = [np.repeat(last - counts, sizes) + node, row, node, counts, limits]
+        if wide:
+            padded = lambda part, scale=1: np.array([[int(x * scale) for x in m[part]] + [0] * (wide - len(m[part])) for m in made], np.int64).ravel()
+            packed += [padded(0), padded(1), padded(2, 2**20), np.array([len(m[0]) for m in made]), np.array([req.known_len for req in reqs])]
+        return Drafts([reqs[i] for i in row], packed, int(sizes.max()))
+
+    # ---- on the device, in the order of the stream
+
+    def step(self, drafts: Drafts, arrays: Sequence[Tensor], rows: Tensor, tokens: Tensor, base: Tensor) -> Step:
+        """The guesses of a step. arrays: `Drafts.packed`; rows [S]; tokens [S, C]: what the rows know; base [S]: where their last token is."""
+        at, row, node, counts, limits, *host = arrays
+        roots, most = tokens.gather(1, base[:, None])[:, 0].long(), drafts.nodes - 1
+        made: list[tuple[DraftTree, Tensor]] = []
+        if self.ahead:
+            ready = self.ready.tokens[rows]
+            ready[:, 0] = roots
+            made.append((DraftTree(ready, self.ready.parents[rows], self.ready.sizes[rows]), self.scores[rows]))
+        if host:
+            made.append(reroot(*(part.view(len(rows), -1) for part in host[:3]), *host[3:], tokens, base))
+        tree = made[0][0] if len(made) == 1 else merge(made, most)[0] if made else no_guesses(roots, most)
+        wide = lambda part: F.pad(part, (0, max(most + 1 - part.shape[1], 0)))[:, :most + 1]
+        room = torch.minimum(counts, limits - 1 - base).clamp(min=0)  # guesses for which there are slots
+        return Step(DraftTree(wide(tree.tokens), wide(tree.parents), tree.sizes.clamp(max=most + 1)).first(room), base, at, row, node)
+
+    def draft(self, rows: Tensor, tokens: Tensor, known: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Guess how the rows go on after a step, and keep it for the next. rows [S]; tokens [S, C]; known [S]: tokens of each that are there.
+        Returns (how many guesses, the best, their quality), [S] int64 each."""
+        if not self.ahead:
+            zero = torch.zeros_like(known)
+            return zero, zero - 1, zero
+        parts = [drafter.draft(tokens, known) for drafter in self.ahead]
+        tree, scores = parts[0][:2] if len(parts) == 1 else merge([part[:2] for part in parts], self.options.count)
+        self.ready.tokens[rows], self.ready.parents[rows], self.ready.sizes[rows] = tree.tokens, tree.parents, tree.sizes
+        self.scores[rows] = scores
+        return tree.sizes - 1, torch.where(tree.sizes > 1, tree.tokens[:, 1], -1), torch.stack([part[2] for part in parts]).amax(0)
+
+
+def reroot(guesses: Tensor, parents: Tensor, scores: Tensor, counts: Tensor, known: Tensor, tokens: Tensor, base: Tensor) -> tuple[DraftTree, Tensor]:
+    """What is left of guesses that were made when `known` tokens were known, now that the last of them is in column `base`: the part that begins
+    with what has come. guesses, parents (-1: the root), scores (times 2^20) [S, H] int64; counts, known, base [S]; tokens [S, C]."""
+    old, scores = DraftTree(F.pad(guesses, (1, 0)), F.pad(parents + 1, (1, 0)), counts + 1), F.pad(scores, (1, 0), value=2**20)
+    shift = (base + 1 - known)[:, None]                                                                                  # [S, 1]
+    actual = tokens.gather(1, (known[:, None] - 1 + old.depth).clamp(max=tokens.shape[1] - 1))
+    holds = (old.depth > shift) | (old.tokens == actual) | (old.depth == 0)
+    alive = (holds[:, None, :] | ~old.members).all(-1) & old.inside
+    kept = alive & (old.depth > shift)
+    root = torch.where(alive & (old.depth == shift), scores, 0).amax(1, keepdim=True).clamp(min=1)
+    above = torch.where(kept.gather(1, old.parents), old.parents, -1)
+    return best(tokens.gather(1, base[:, None])[:, 0].long(), old.tokens, above, torch.where(kept, scores / root, -math.inf), guesses.shape[1])
+
+
+def _show(tree: DraftTree, row: int, words: Callable[[int], str]) -> list[str]:
+    """A tree as text, a node a line, depth first."""
+    child, sibling = (links[row].tolist() for links in tree.family())
+    lines, stack = [], [0]
+    while stack:
+        node = stack.pop()
+        lines.append(f"{node:4}  {'  ' * int(tree.depth[row, node])}{words(int(tree.tokens[row, node]))}")
+        stack += [link for link in (sibling[node], child[node]) if link >= 0]
+    return lines
+
+
+def _demo() -> None:
+    text = "the cat sat on the mat and the cat sat on the log and then the cat sat".split()
+    vocabulary = sorted(set(text))
+    ids = torch.tensor([[vocabulary.index(word) for word in text]])
+    tree, scores, quality = Ngram(DraftOptions(count=7, branches=2)).draft(ids, torch.tensor([len(text)]))
+    print(f"{' '.join(text)} ...\n\nngram, from a match of {int(quality[0])} tokens:")
+    print("\n".join(_show(tree, 0, vocabulary.__getitem__)))
+    print("\nnode  parent  depth  sees of the tree")
+    for node in range(int(tree.sizes[0])):
+        seen = "".join("x" if there else "." for there in tree.members[0, node].tolist())
+        print(f"{node:4}  {int(tree.parents[0, node]):6}  {int(tree.depth[0, node]):5}  {seen}  bits {int(tree.bits[0, node]):3}")
+    really = "on the mat and".split()
+    targets = torch.tensor([[vocabulary.index(really[min(depth, 3)]) for depth in tree.depth[0].tolist()]])  # what is sampled at each node
+    found = verify(tree, targets)
+    count = int(found.counts[0])
+    print(f"\nthe model says {' '.join(really)!r}: {count} guesses were right, path {found.order[0, :count + 1].tolist()}, "
+          f"so one step made {count + 1} tokens")
+
+
+if __name__ == "__main__":
+    _demo()
