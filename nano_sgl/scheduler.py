@@ -796,7 +796,7 @@ class Scheduler:
         rows = sorted([req.row for req in self.running] + list(self.rows.idle_rows()))
         assert rows == list(range(1, len(self.rows.length))), f"rows are lost or owned twice: {rows}"
         for req in self.running:
-            assert req.own_start == req.node.end and (req.columns >= req.computed_len or req.leaving), f"{req.rid}: KV without a slot"
+            assert req.own_start == req.node.end and req.columns >= min(req.computed_len, req.last_column), f"{req.rid}: KV without a slot"
             assert req.node.locks > 0 or req.node.parent is None, f"{req.rid}: its path is not locked"
         assert all(req.row == 0 and not req.own for req in self.waiting), "a waiting request holds memory"
         assert not self.cache or self.tree.waiting == len(self.waiting) and all(r.place.waits and r.place.request is r for r in self.waiting), \

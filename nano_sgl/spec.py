@@ -162,7 +162,7 @@ def merge(trees: Sequence[tuple[DraftTree, Tensor]], count: int) -> tuple[DraftT
     starts = itertools.accumulate((tree.tokens.shape[1] - 1 for tree, _ in trees), initial=0)
     parents = torch.cat([torch.where(tree.parents > 0, tree.parents - 1 + start, -1)[:, 1:] for (tree, _), start in zip(trees, starts)], 1)
     paths = torch.cat([_paths(tree)[:, 1:] for tree, _ in trees], 1)
-    same = (paths[:, :, None] == paths[:, None, :]) & (scores > -math.inf)[:, None, :]                                   # [B, M, M]
+    same = paths[:, :, None] == paths[:, None, :]                                                                        # [B, M, M]
     stands_for = same.int().argmax(-1)                                                                                   # [B, M]: the first of them
     parents = torch.where(parents >= 0, stands_for.gather(1, parents.clamp(min=0)), -1)
     is_copy = stands_for != torch.arange(tokens.shape[1], device=tokens.device)
@@ -171,11 +171,8 @@ def merge(trees: Sequence[tuple[DraftTree, Tensor]], count: int) -> tuple[DraftT
 
 
 def _paths(tree: DraftTree) -> Tensor:
-    """[B, N] int64: a hash of the tokens from the root to a node, the sum of what each is mixed to with its depth. Were two equal by chance, a
-    guess would be lost, no more."""
-    mixed = (tree.tokens * MAX_NODES + tree.depth) * 0x2545F4914F6CDD1D
-    mixed = mixed ^ (mixed >> 29)
-    return (tree.members * (mixed * mixed * 0x1B873593 + mixed)[:, None, :]).sum(-1)
+    """[B, N] int64: the tokens from the root to a node as one number. Were two equal by chance, a guess would be lost, no more."""
+    return (tree.members * ((tree.tokens + 1) * 0x2545F4914F6CDD1D**tree.depth)[:, None, :]).sum(-1)
 
 
 # ---------------------------------------------------------------------------------------------------------------------- verification
@@ -192,7 +189,7 @@ def verify(tree: DraftTree, targets: Tensor) -> Verified:
     """Follow, from the root, the child that equals what was sampled at its parent. targets [B, N] int64, one sample a node."""
     nodes = torch.arange(tree.tokens.shape[1], device=targets.device)
     right = (tree.tokens == targets.gather(1, tree.parents)) | (nodes == 0)                                              # [B, N]
-    taken = (right[:, None, :] | ~tree.members).all(-1) & tree.inside
+    taken = (right[:, None, :] | ~tree.members).all(-1)  # padding, as deep as the root, comes after it
     last = torch.where(taken, tree.depth, -1).argmax(1)                                                                  # [B]
     on_path = tree.members[torch.arange(len(last), device=last.device), last]                                            # [B, N]
     order = torch.where(on_path, nodes, nodes + len(nodes)).argsort(dim=1)

@@ -11,6 +11,7 @@ import torch
 import tiny
 from nano_sgl.engine import Engine, EngineConfig, Worker
 from nano_sgl.protocol import Chunk, Logprob, Request, SamplingParams
+from nano_sgl.spec import DraftTree
 
 
 def tiny_path(folder, **config):
@@ -189,6 +190,9 @@ class Fence:
                                    ("sampling values", engine.sampler, "values"), ("seeds", engine.sampler, "seeds")):
             setattr(owner, name, self._tensor(getattr(owner, name), label))
         engine.kv.k, engine.kv.v = ([self._tensor(t, "KV") for t in tensors] for tensors in (engine.kv.k, engine.kv.v))
+        if engine.speculation is not None:
+            ready = engine.speculation.ready
+            engine.speculation.ready = DraftTree(*(self._tensor(part, "guesses") for part in (ready.tokens, ready.parents, ready.sizes)))
         submit, check = engine.worker.submit, engine.check
         engine.worker.submit = lambda job: submit(lambda: self._enter(job))
         engine.check = lambda: (engine.synchronize(), self._enter(check))

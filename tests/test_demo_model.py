@@ -149,3 +149,22 @@ def test_many_threads_one_model(llm):
     for t in threads:
         t.join()
     assert got == [NUMBERS] * 6
+
+
+@pytest.mark.parametrize("drafter", ["ngram", "radix", "ngram+radix"])
+def test_seeded_texts_are_the_same_with_guesses(llm, drafter):
+    """Greedy and at any temperature, top-k, top-p, min-p and penalty; asked twice, so that there are answers to guess from."""
+    kinds = [dict(temperature=0), dict(temperature=0.7, seed=1), dict(temperature=1, top_k=20, seed=2), dict(temperature=1, top_p=0.9, seed=3),
+             dict(temperature=1.2, min_p=0.1, seed=4), dict(temperature=0.8, frequency_penalty=0.4, presence_penalty=0.2, seed=5),
+             dict(temperature=0.6, repetition_penalty=1.2, logit_bias={260: 2.0}, seed=6)]
+    text = "The quick brown fox jumps over the lazy dog, and the lazy dog sleeps.\n"
+    prompts = [COUNT, text * 3 + text[:20], "def add(a, b):\n    return a + b\n\ndef add(a, b):\n"]
+    asked = [(prompt, SamplingParams(max_tokens=24, ignore_eos=True, logprobs=1, **kind)) for prompt in prompts for kind in kinds]
+    with LLM("demo", dtype="float32", max_total_tokens=8192, speculative_algorithm=drafter) as guessing:
+        for turn in range(2):
+            plain, guessed = (made.generate(*map(list, zip(*asked))) for made in (llm, guessing))
+            for a, b in zip(plain, guessed):
+                assert a.output_ids == b.output_ids and a.finish_reason == b.finish_reason
+                engines.close(b.logprobs, a.logprobs)
+        assert guessing.engine.speculation.total.accepted > 40
+        guessing.engine.check()

@@ -317,6 +317,8 @@ def test_ngram_by_hand():
     assert chain("cabX.abY.cab", count=2) == "X.", "a longer match before a later one"
     assert chain("zababab", count=5) == "ababa", "a period goes on"
     assert chain("baaa", count=3) == "aaa"
+    text = torch.tensor([list(b"a text of twenty or more") * 2])
+    assert [int(Ngram(DraftOptions(longest=n)).draft(text, torch.tensor([48]))[2]) for n in (8, 15, 64)] == [8, 15, 15], "a quality has four bits"
     assert drafted("abcdefg") == drafted("a") == drafted("ab") == [], "nothing came twice"
     assert chain("xa.ya", count=2, shortest=1) == ".y" and drafted("xa.ya", shortest=2) == []
     assert drafted(" ab1 ab2 ab", count=4, branches=2) == ["2", "1", "2 ", "1 "], "equal matches, the latest first"
