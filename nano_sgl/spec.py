@@ -186,13 +186,14 @@ class Verified(NamedTuple):
 
 
 def verify(tree: DraftTree, targets: Tensor) -> Verified:
-    """Follow, from the root, the child that equals what was sampled at its parent. targets [B, N] int64, one sample a node."""
+    """Follow, from the root, the child that equals what was sampled at its parent. targets [B, N] int64, one sample a node. A drafter that breaks
+    the rules (equal siblings, children before parents) harms its guesses, not the text."""
     nodes = torch.arange(tree.tokens.shape[1], device=targets.device)
     right = (tree.tokens == targets.gather(1, tree.parents)) | (nodes == 0)                                              # [B, N]
     taken = (right[:, None, :] | ~tree.members).all(-1)  # padding, as deep as the root, comes after it
     last = torch.where(taken, tree.depth, -1).argmax(1)                                                                  # [B]
     on_path = tree.members[torch.arange(len(last), device=last.device), last]                                            # [B, N]
-    order = torch.where(on_path, nodes, nodes + len(nodes)).argsort(dim=1)
+    order = torch.where(on_path, tree.depth, nodes + len(nodes)).argsort(dim=1)
     return Verified(order, tree.depth.gather(1, last[:, None])[:, 0], targets.gather(1, order))
 
 

@@ -19,7 +19,9 @@ from hypothesis import strategies as st
 from nano_sgl import sampling, spec
 from nano_sgl.protocol import SamplingParams
 from nano_sgl.radix import Tree, draw, key_bytes
-from nano_sgl.spec import DECAY, DraftOptions, DraftTree, Ngram, Radix, best, expand, make_drafters, merge, no_guesses, reroot, verify
+from nano_sgl.spec import (
+    DECAY, CostCurve, DraftOptions, DraftTree, Lengths, Ngram, Radix, Record, best, expand, make_drafters, merge, no_guesses, reroot, verify,
+)
 
 INF = math.inf
 RANDOM = st.randoms(use_true_random=False)
@@ -227,6 +229,15 @@ def test_verification_is_a_walk(r, nodes):
         assert int(found.counts[row]) == len(path) - 1
         assert found.order[row].tolist() == path + [n for n in range(nodes) if n not in path]
         assert found.tokens[row, :len(path)].tolist() == targets[row, path].tolist()
+
+
+def test_a_drafter_that_breaks_the_rules_harms_no_text():
+    equal = DraftTree(torch.tensor([[0, 1, 1, 2]]), torch.tensor([[0, 0, 0, 2]]), torch.tensor([4]))  # 1 twice, and 2 below the second
+    found = verify(equal, torch.tensor([[1, 2, 2, 3]]))
+    assert (found.counts.tolist(), found.order.tolist(), found.tokens[0, :3].tolist()) == ([2], [[0, 2, 3, 1]], [1, 2, 3])
+    upside_down = DraftTree(torch.tensor([[0, 3, 2, 1]]), torch.tensor([[0, 2, 3, 0]]), torch.tensor([4]))  # the chain 1 2 3
+    found = verify(upside_down, torch.tensor([[1, 4, 3, 2]]))
+    assert (found.counts.tolist(), found.order.tolist(), found.tokens.tolist()) == ([3], [[0, 3, 2, 1]], [[1, 2, 3, 4]])
 
 
 @settings(max_examples=100, deadline=None)
@@ -569,6 +580,59 @@ def test_texts_are_the_texts_without_guesses(fields):
         text, rate = model.drafted(rows, length, draft)
         assert torch.equal(text, plain)
         assert rate > 1.2
+
+
+# ------------------------------------------------------------------------------------------------ how many guesses pay
+
+def test_a_cost_curve_is_straight_between_and_beyond_what_was_measured():
+    curve = CostCurve([1, 4, 8], [1.0, 0.9, 2.0])  # a step of four tokens was measured as faster than one: noise
+    assert curve(np.array([1, 2, 4, 6, 8, 10])).tolist() == pytest.approx([1.0, 1.0, 1.0, 1.5, 2.0, 2.5])
+
+
+@settings(max_examples=100, deadline=None)
+@given(RANDOM, st.integers(1, 3), st.integers(1, 4))
+def test_lengths_are_those_of_most_tokens_a_second(r, rows, count):
+    """Against all lengths that there are: none beats the chosen ones, and none is chosen where the gain is not worth it."""
+    cost = CostCurve([1, 2, 4, 8, 16], sorted(r.uniform(1, 4) for _ in range(5)))
+    lengths, records = Lengths(cost, count), []
+    for quality in range(16):
+        lengths.judged[quality] = r.uniform(1, 20)
+        lengths.right[quality] = lengths.judged[quality] * r.random()
+    for _ in range(rows):
+        judged = r.choice([0.0, 3.0, 30.0])
+        records.append(Record(judged=judged, right=judged * r.random(), quality=r.randrange(16)))
+    found = [r.randint(0, count) for _ in range(rows)]
+    rates = [(one.right + 2 * lengths.right[one.quality] / lengths.judged[one.quality]) / (one.judged + 2) for one in records]
+
+    def speed(drafts) -> float:
+        tokens = rows + sum(rate**d for rate, n in zip(rates, drafts) for d in range(1, n + 1))
+        return tokens / float(cost(np.array([rows + sum(drafts)]))[0])
+
+    chosen = lengths.choose(records, found)
+    most = max(map(speed, itertools.product(*(range(n + 1) for n in found))))
+    assert all(0 <= n <= has for n, has in zip(chosen, found))
+    if any(chosen):
+        assert speed(chosen) == pytest.approx(most) and most >= 1.02 * speed([0] * rows) * (1 - 1e-9)
+    else:
+        assert most <= 1.02 * speed([0] * rows) * (1 + 1e-9)
+
+
+def test_lengths_fall_to_none_and_find_back():
+    lengths = Lengths(CostCurve([1, 2, 16], [1.0, 1.2, 4.0]), count=4)
+    record = Record(found=4, first=7, quality=3)
+    choose = lambda record: lengths.choose([record], [4])[0]
+    assert choose(record) > 0, "at first half of the guesses are thought to be right"
+    for _ in range(20):
+        lengths.learn(record, choose(record), [9])  # what came was another token
+    assert choose(record) == 0
+    assert choose(Record(found=4, quality=3)) == 0, "a new request with such guesses drafts none"
+    assert choose(Record(found=4, quality=8)) > 0, "with others it does"
+    for _ in range(10):
+        lengths.learn(record, 0, [7])  # nothing was drafted, and the guess would have been right
+    assert choose(record) > 0
+    for _ in range(20):
+        lengths.learn(record, 4, [7, 7, 7, 7, 9])
+    assert choose(record) == 4
 
 
 # ---------------------------------------------------------------------------------------------------------- registry
