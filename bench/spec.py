@@ -2,7 +2,7 @@
 
     python bench/spec.py [--model demo] [--dtype bfloat16] [--batches 1,4,16] [--repeats 3] [--tokens 96] [--only quote,edit,agent,chat,noise]
 
-Engines take turns on the same prompts, which are in the cache but for their last token, so that what is timed is decoding. Workloads, 16 prompts each:
+Engines take turns on the same prompts, which are in the cache but for their last token, so that what is timed is decoding. Workloads:
 
 quote   a text, and the beginning of a summary in sentences quoted from it; greedy
 edit    a function, and the same function with a variable renamed, as far as the first lines; greedy
@@ -10,18 +10,30 @@ agent   questions under one system prompt that have been answered before, and ar
 chat    the same questions, never asked before; greedy
 noise   a beginning, and text sampled at temperature 1.5: nothing predicts it
 
-With a batch of b, 16 prompts are asked b at a time (with 1, only the first four). `tokens a step`: of each request. `speed`: the time without speculation divided
-by the time with it, median of the repeats (lowest, highest). `ceiling`: the same if a step cost what the engine's own curve says, t(tokens), and
-nothing else did: (tokens a step) x t(b) / t(tokens computed a step). `equal`: answers that are the same as without; in bfloat16 the shape of a
-batch decides between two tokens that are as good as equal. `ngram fixed` drafts eight guesses wherever there are some.
+With a batch of b, b requests run at any time, until 3 b (at least four) are answered. `tokens a step`: beside those without guesses. `speed`: the
+time without guesses divided by the time with them, median of the repeats (lowest, highest). `ceiling`: the same if a step cost what the engine's own
+curve says, t(tokens), and nothing else did. `equal`: answers that are the same as without; in bfloat16 the shape of a batch decides between
+two tokens that are as good as equal. `ngram fixed` drafts eight guesses wherever there are some, `ngram chains` no branches, `in line` is
+without overlap.
 At the end the size of a tree's mask, ours and as bytes.
 """
 
 import argparse
+import ast
+import difflib
+import dis
+import functools
+import heapq
 import inspect
+import json.encoder
+import pprint
+import random
+import shutil
 import statistics
 import textwrap
 import time
+import tokenize
+import urllib.parse
 from dataclasses import dataclass, field
 from pydoc_data.topics import topics
 
@@ -30,14 +42,15 @@ import torch
 from nano_sgl import LLM, SamplingParams
 from nano_sgl.spec import Record
 
-PROMPTS = 16
+PROMPTS = 48
 ENGINES = {"none": {}, "ngram": dict(speculative_algorithm="ngram"), "radix": dict(speculative_algorithm="radix"),
            "ngram+radix": dict(speculative_algorithm="ngram+radix"),
-           "ngram fixed": dict(speculative_algorithm="ngram", speculative_draft_length="fixed")}
-QUESTIONS = ["Why is the sky blue?", "How do I boil an egg?", "What is a hash table?", "Who wrote Hamlet?", "How does a bicycle stay upright?",
-             "What is the difference between a list and a tuple in Python?", "Name three uses of salt.", "Why do cats purr?",
-             "How is paper made?", "What causes tides?", "Explain recursion to a child.", "What is inflation?", "How do vaccines work?",
-             "Describe the taste of an apple.", "What should I pack for a week in the mountains?", "How far away is the moon?"]
+           "ngram fixed": dict(speculative_algorithm="ngram", speculative_draft_length="fixed"),
+           "ngram in line": dict(speculative_algorithm="ngram", disable_overlap_schedule=True),
+           "ngram chains": dict(speculative_algorithm="ngram", speculative_eagle_topk=1),
+           "none in line": dict(disable_overlap_schedule=True)}
+THINGS = ["a bicycle", "a hash table", "paper", "a tide", "inflation", "a vaccine", "an apple", "a compass", "a glacier", "a piano", "a battery", "a dictionary"]
+QUESTIONS = [f"{ask} {thing}?" for ask in ("How would you explain", "What can go wrong with", "Who needs", "What is the history of") for thing in THINGS]
 TASKS = "You are an agent that answers with a plan: numbered steps, each with the tool to call (search, read, write) and why."
 
 
@@ -48,7 +61,7 @@ def texts() -> list[str]:
 
 def functions() -> list[str]:
     """Source of functions."""
-    modules = (textwrap, inspect, statistics)
+    modules = (textwrap, inspect, statistics, ast, dis, shutil, tokenize, difflib, pprint, functools, heapq, random, json.encoder, urllib.parse)
     found = [inspect.getsource(f) for m in modules for _, f in sorted(inspect.getmembers(m, inspect.isfunction)) if f.__module__ == m.__name__]
     return [code for code in found if 700 < len(code) < 2000][:PROMPTS]
 
@@ -96,7 +109,7 @@ class Runs:
 
 
 def play(llm: LLM, name: str, prompts: list[str], batch: int, tokens: int, runs: Runs) -> None:
-    """All prompts once, `batch` at a time; adds to `runs`."""
+    """All prompts once, `batch` of them running; adds to `runs`."""
     engine = llm.engine
     params = [SamplingParams(max_tokens=tokens, ignore_eos=True, **(dict(temperature=1.5, seed=i) if name == "noise" else dict(temperature=0)))
               for i in range(len(prompts))]
@@ -106,9 +119,10 @@ def play(llm: LLM, name: str, prompts: list[str], batch: int, tokens: int, runs:
     if engine.speculation is not None:
         engine.speculation.total = Record()
     counters = dict(vars(engine.scheduler.counters))
-    start, answers = time.perf_counter(), []
-    for first in range(0, len(prompts), batch):
-        answers += llm.generate(prompts[first:first + batch], params[first:first + batch], progress=False)
+    engine.scheduler.max_running = batch
+    start = time.perf_counter()
+    answers = llm.generate(prompts, params, progress=False)
+    engine.scheduler.max_running = PROMPTS
     runs.seconds.append(time.perf_counter() - start)
     runs.answers = [answer.output_ids for answer in answers]
     now = vars(engine.scheduler.counters)
@@ -119,7 +133,7 @@ def play(llm: LLM, name: str, prompts: list[str], batch: int, tokens: int, runs:
 
 def compare(engines: dict[str, LLM], name: str, batch: int, repeats: int, tokens: int) -> None:
     """Prints a row for each engine."""
-    prompts = WORKLOADS[name](engines["none"])[:4 if batch == 1 else PROMPTS]
+    prompts = WORKLOADS[name](engines["none"])[:max(4, 3 * batch)]
     found = {label: Runs() for label in engines}
     for turn in range(repeats + 1):
         for label, llm in engines.items():
@@ -132,8 +146,8 @@ def compare(engines: dict[str, LLM], name: str, batch: int, repeats: int, tokens
         if label == "none":
             continue
         ratios = sorted(a / b for a, b in zip(plain.seconds, runs.seconds))
-        each = runs.sampled / runs.steps / batch
-        t = cost([batch, runs.computed / runs.steps])
+        each = runs.sampled / runs.steps / (plain.sampled / plain.steps)
+        t = cost([plain.computed / plain.steps, runs.computed / runs.steps])
         equal = sum(a == b for a, b in zip(plain.answers, runs.answers))
         r = runs.record
         depth = " ".join(f"{a / b:.2f}" for a, b in zip(r.right_at, r.judged_at) if b >= 5)
@@ -153,7 +167,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     if args.repeats < 1 or args.tokens < 2 or not set(args.only.split(",")) <= set(WORKLOADS) or not set(args.engines.split(",")) <= set(ENGINES):
         parser.error(f"--only takes some of {','.join(WORKLOADS)}; --engines of {','.join(ENGINES)}; --repeats is at least 1, --tokens 2")
-    made = {name: LLM(args.model, dtype=args.dtype, max_total_tokens=24_576, **ENGINES[name]) for name in ["none", *args.engines.split(",")]}
+    made = {name: LLM(args.model, dtype=args.dtype, max_total_tokens=32_768, **ENGINES[name]) for name in ["none", *args.engines.split(",")]}
     cost = next((llm.engine.speculation.lengths.cost for llm in made.values() if llm.engine.speculation and llm.engine.speculation.lengths), None)
     if cost is None:
         parser.error("--engines needs one that adapts: its curve is the ceiling's")

@@ -19,7 +19,7 @@ from pydoc_data.topics import topics
 import torch
 from torch import Tensor
 
-from nano_sgl.spec import DraftOptions, DraftTree, drafter, expand, make_drafters, merge, verify
+from nano_sgl.spec import DraftOptions, DraftTree, drafter, expand, guess, make_drafters, no_guesses, verify
 
 VOCABULARY = 256
 STEPS = 4  # how deep a tree of bigrams goes
@@ -56,8 +56,8 @@ def tokens_a_step(algorithm: str, count: int, text: Tensor, start: int) -> float
     drafters = make_drafters(algorithm, DraftOptions(count=count))
     at, steps = start, 0
     while at < text.shape[1]:
-        parts = [one.draft(text[:, :at], torch.tensor([at]))[:2] for one in drafters]
-        tree = merge(parts, count)[0] if len(parts) > 1 else parts[0][0]
+        made = guess(drafters, text[:, :at], torch.tensor([at]), count)
+        tree = made[0] if made else no_guesses(text[:, at - 1].long(), count)
         targets = text.gather(1, (at + tree.depth).clamp(max=text.shape[1] - 1))  # whatever the branch, the text goes on as it does
         at, steps = at + int(verify(tree, targets).counts) + 1, steps + 1
     return (min(at, text.shape[1]) - start) / steps

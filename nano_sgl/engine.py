@@ -42,7 +42,7 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -87,6 +87,7 @@ class Plan:
     attention: attention.Plan
     packed: Packed                     # the row writes' arrays, then those of `Engine._run`
     recomputes: bool                   # some token's KV is in the tree already
+    may_run_over: bool                 # some row may be longer than what was asked for, since guesses in flight may be right
     columns: int                       # no row has more when the step has run, but for what it samples
     drafts: spec.Drafts | None         # the guesses that the step verifies
 
@@ -207,7 +208,8 @@ class Engine:
         num_slots = self._pool_size(config.max_total_tokens)
         slots = SlotAllocator(num_slots, config.page_size)
         columns = -(-min(self.context_len, slots.capacity) // config.page_size) * config.page_size
-        # A request's length is known a step late where it may make several tokens a step: it runs over by two at most
+        # Where a step may make several tokens, a request's end is known late: it runs over by a column for each step in flight, two at most; one
+        # more for what it samples then, and one for guesses that reach beyond (`_verify`)
         self.rows = Rows(max_running, columns + 4 * (config.speculative_algorithm is not None), self.device)
         self.kv = KVPool(slots.capacity, config.page_size, model.num_layers, model.num_kv_heads, model.head_dim, self.model.dtype, self.device)
         self.events: KVEvents | None = None  # what the tree stores and removes; to be read in any thread
@@ -252,12 +254,13 @@ class Engine:
             return None
         options = self._draft_options(c)
         lengths = spec.Lengths(self._cost_curve(), options.count) if c.speculative_draft_length == "adaptive" else None
-        return spec.Speculation(c.speculative_algorithm, options, max_running + 1, self.device, lengths)
+        return spec.Speculation(c.speculative_algorithm, options, max_running + 1, self.vocab_size, self.device, lengths)
 
     @torch.inference_mode()
     def _cost_curve(self) -> spec.CostCurve:
         """Seconds of a step of so many tokens on this machine, the best of a few. The padding slot takes its KV."""
-        sizes, steps = [1, 2, 4, 8, 12, 16, 24, 32, 48, 64], []
+        sizes = [size for size in (1, 2, 4, 8, 12, 16, 24, 32, 48, 64) if size <= min(self.rows.table.shape[1], self.context_len)]
+        steps = []
         for size in sizes:
             cols = torch.arange(size, device=self.device)
             work = attention.plan([0], [size], [size], **self.attention.plan_options)
@@ -338,7 +341,7 @@ class Engine:
         was nothing to do, or nothing is known yet."""
         self._use_device()
         self._end_late_requests()
-        batch = self.scheduler.next_batch(self._guesses())
+        batch = self.scheduler.next_batch(self._draft_lens())
         if batch is not None:
             self.flights.append(Flight(batch, self.worker.submit(self._job(batch))))
         if self.flights and (len(self.flights) > self.depth or batch is None):
@@ -350,7 +353,7 @@ class Engine:
         chunks, self._outbox = self._outbox, []
         return chunks
 
-    def _guesses(self) -> dict[Req, int]:
+    def _draft_lens(self) -> dict[Req, int]:
         """How many guesses the running requests draft in the step to come."""
         if self.speculation is None:
             return {}
@@ -380,36 +383,58 @@ class Engine:
         offset = np.arange(batch.num_tokens) - np.repeat(ends - batch.q_lens, batch.q_lens)
         work = attention.plan(batch.rows, batch.q_lens, batch.kv_bounds, batch.shared, **self.attention.plan_options)
         picked, drafts = np.flatnonzero(batch.samples), None
-        if batch.guesses.any():
-            drafts = self.speculation.plan([batch.reqs[i] for i in picked], batch.guesses[picked], ends[picked] - 1, batch.limits[picked])
+        if batch.draft_lens.any():
+            drafts = self.speculation.plan([batch.reqs[i] for i in picked], batch.draft_lens[picked], ends[picked] - 1, batch.limits[picked])
         packed = Packed([*batch.writes.arrays(), *batch.writes.late(), batch.rows, batch.q_lens, batch.store_from, batch.limits, of_token, offset,
                          ends - 1, picked, *(drafts.packed if drafts else ())], self.device)
-        return Plan(work, packed, bool((batch.store_from > batch.starts).any()), int(batch.kv_bounds.max()) + 1, drafts)
+        return Plan(work, packed, bool((batch.store_from > batch.starts).any()), bool((batch.kv_bounds > batch.limits).any()),
+                    int(batch.kv_bounds.max()) + 1, drafts)
 
     @torch.inference_mode()
     def _run(self, batch: Batch, plan: Plan) -> Results:
         """Run a step. Everything here is work in stream order; no value of the device is read, and of the host's only what the plan fixed:
         a request of the batch keeps its row until the step has landed, and gets no token before that."""
-        began = self._mark()
-        rows, arrays, guesses = self.rows, plan.packed.send(), None
-        row_ids, q_lens, store_from, limits, of_token, offset, last, picked = arrays[13:21]
-        rows.put(*arrays[:8])
+        began, rows, arrays = self._mark(), self.rows, plan.packed.send()
+        writes, copies, late, places, guessed = (arrays[a:b] for a, b in itertools.pairwise((0, 8, 10, 13, 21, len(arrays))))
+        row_ids, q_lens, _, _, _, _, last, picked = places
+        rows.put(*writes)
         for req in batch.started:
             self.sampler.set_row(req.row, req.params, req.seed, req.prompt, req.output_ids, self.end_ids)
         start = rows.length[row_ids].long()                        # [B] i64
+        step, guesses = self._place(plan, places, guessed, start)
+        hidden = self.model.forward(step, self.kv)                 # [T, E]
+        self.kv.copy(*copies)                                      # now that what is copied is there, also where this step has computed it
+        rows.point(*late)
+        results = Results(None, self._prompt_logprobs(batch, hidden), marks=[began])
+        ends = start + q_lens                                      # [B] i64 each row's length after the step
+        if guesses is not None:
+            ends[picked] = self._verify(guesses, hidden, row_ids[picked], self._sampling_params(batch), results)
+        elif len(picked):
+            logits = self.model.logits(hidden[last[picked]])       # [S, V] f32
+            results.sampled = self.sampler.sample(logits, ends[picked], self._sampling_params(batch))
+            rows.tokens[row_ids[picked], ends[picked]] = results.sampled.tokens.to(torch.int32)
+        if self.speculation is not None and len(picked):
+            self._draft(row_ids[picked], ends[picked] + 1, plan, results)
+        rows.length[row_ids] = ends.to(torch.int32)
+        return results if self.device == "cpu" else _to_host(results)
+
+    def _place(self, plan: Plan, places: Sequence[torch.Tensor], guessed: Sequence[torch.Tensor],
+               start: torch.Tensor) -> tuple[ForwardBatch, spec.Step | None]:
+        """Where the tokens of a step stand, and which they are: in rows that had `start` [B] i64 columns with KV. places, guessed: of the plan."""
+        rows = self.rows
+        row_ids, q_lens, store_from, limits, of_token, offset, _, picked = places
         cols = start[of_token] + offset                            # [T] i64 column of each token
-        token_rows, positions, tree = row_ids[of_token], cols, ()  # [T] i64 each
+        token_rows, positions, tree, guesses = row_ids[of_token], cols, (), None  # [T] i64 each
         if plan.drafts is not None:
-            sampling_rows, counts = row_ids[picked], arrays[24]
-            base = (start + q_lens)[picked] - 1 - counts           # [S] i64 column of the last known token
-            guesses = self.speculation.step(plan.drafts, arrays[21:], sampling_rows, rows.tokens[sampling_rows, :plan.columns], base)
+            guesses = self.speculation.step(plan.drafts, guessed, rows.tokens, row_ids[picked], (start + q_lens)[picked], plan.columns)
+            base = guesses.base
             cols = cols.index_copy(0, guesses.at, guesses.columns)
             positions = cols.index_copy(0, guesses.at, guesses.positions)
             tree = (torch.full_like(cols, attention.NO_TREE).index_copy_(0, guesses.at, base[guesses.row]),
                     torch.zeros_like(cols).index_copy_(0, guesses.at, guesses.of(guesses.tree.bits)))
         ids = rows.tokens[token_rows, cols].long()                 # [T] i64
         slots = rows.table[token_rows, cols].long()                # [T] i64
-        if self.speculation is not None:                           # a row that has ended unbeknown to the host runs over what it has
+        if plan.may_run_over:                                      # a row that has ended unbeknown to the host runs over what it has
             slots = slots * (cols < limits[of_token])
             positions = positions.clamp(max=self.context_len - 1)
         if guesses is not None:
@@ -418,22 +443,7 @@ class Engine:
         if plan.recomputes:                                        # the tree has their KV, and it may be locked by others
             slots = slots * (cols >= store_from[of_token])
         context = self.attention.prepare(plan.attention, rows.table, cols, *tree)
-        hidden = self.model.forward(ForwardBatch(ids, positions, slots, (self.attention, context)), self.kv)  # [T, E]
-        self.kv.copy(*arrays[8:10])                                # now that what is copied is there, also where this step has computed it
-        rows.point(*arrays[10:13])
-        results = Results(None, self._prompt_logprobs(batch, hidden), marks=[began])
-        ends = start + q_lens                                      # [B] i64 each row's length after the step
-        if len(picked):
-            sampled_rows = [batch.reqs[i] for i in np.flatnonzero(batch.samples)]
-            if guesses is None:
-                logits = self.model.logits(hidden[last[picked]])   # [S, V] f32
-                results.sampled = self.sampler.sample(logits, ends[picked], self._sampling_params(sampled_rows))
-                rows.tokens[row_ids[picked], ends[picked]] = results.sampled.tokens.to(torch.int32)
-            else:
-                ends[picked] = self._verify(guesses, hidden, sampling_rows, self._sampling_params(plan.drafts.of_nodes), results)
-            self._draft(row_ids[picked], ends[picked] + 1, plan, results)
-        rows.length[row_ids] = ends.to(torch.int32)
-        return results if self.device == "cpu" else _to_host(results)
+        return ForwardBatch(ids, positions, slots, (self.attention, context)), guesses
 
     def _verify(self, guesses: spec.Step, hidden: torch.Tensor, rows: torch.Tensor, params: sampling.SamplingBatch, results: Results) -> torch.Tensor:
         """Sample at every node of a step with guesses, and keep what was right: tokens and KV of the rows ([S] i64). Returns their lengths."""
@@ -455,24 +465,26 @@ class Engine:
             if self.config.page_size == 1:
                 table[rows[:, None], cols] = sources
             else:
-                self.kv.copy(*(torch.where(taken, part, 0).flatten().long() for part in (sources, slots)))
+                moved = taken & (sources != slots)
+                pick = (lambda part: part[moved]) if self.device == "cpu" else lambda part: torch.where(moved, part, 0).flatten()  # on a GPU: no wait
+                self.kv.copy(pick(sources).long(), pick(slots).long())
         results.sampled = sampled
         results.judged = spec.Judged(found.order, found.counts, tree.sizes - 1, tree.depth.amax(1))
         return guesses.base + 1 + found.counts
 
     def _draft(self, rows: torch.Tensor, known: torch.Tensor, plan: Plan, results: Results) -> None:
         """Guess how rows go on that have sampled; `known` tokens of each are there."""
-        if self.speculation is not None:
-            results.marks.append(self._mark())
-            tokens = self.rows.tokens[rows, :plan.columns + (plan.drafts.nodes if plan.drafts else 1)]
-            results.next = spec.Next(*self.speculation.draft(rows, tokens, known))
-            results.marks.append(self._mark())
+        results.marks.append(self._mark())
+        tokens = self.rows.tokens[rows, :plan.columns + (plan.drafts.nodes if plan.drafts else 1)]
+        results.next = spec.Next(*self.speculation.draft(rows, tokens, known))
+        results.marks.append(self._mark())
 
-    def _sampling_params(self, reqs: list[Req]) -> sampling.SamplingBatch:
-        key = tuple((req, req.row) for req in reqs)  # a request id may come back with other parameters
+    def _sampling_params(self, batch: Batch) -> sampling.SamplingBatch:
+        reqs, counts = [batch.reqs[i] for i in np.flatnonzero(batch.samples)], (batch.draft_lens[batch.samples] + 1).tolist()
+        key = *((req, req.row) for req in reqs), *counts  # a request id may come back with other parameters
         if key != self._sampling_key:
             self._sampling_key = key
-            self._sampling_batch = self.sampler.batch([(req.row, req.params, req.prompt_len) for req in reqs])
+            self._sampling_batch = self.sampler.batch([(req.row, req.params, req.prompt_len) for req in reqs], counts)
         return self._sampling_batch
 
     def _prompt_logprobs(self, batch: Batch, hidden: torch.Tensor) -> list[PromptPiece]:
@@ -524,20 +536,23 @@ class Engine:
     def _process(self, batch: Batch, results: Results) -> None:
         """The results of a step reach the host: text and stop conditions here, memory in the scheduler. What goes wrong with one request ends
         that request alone."""
-        sampled = self._sampled(batch, results)
+        sampled, outcomes = self._sampled(batch, results), self._outcomes(results)
         self._take_prompt_logprobs(results.prompt)
         tokens, finished, spoiled, paths = [], [], [], []
         for req, samples, complete in zip(batch.reqs, batch.samples.tolist(), batch.complete.tolist()):
             new, logprobs, bad, path = next(sampled) if samples else ([], None, False, [])
+            outcome = next(outcomes) if samples and results.next is not None else None
             stream = self.streams.get(req.rid)
             kept, reason, error = 0, None, None
             if stream is None or stream.req is not req:
                 reason = "gone"  # ended since the launch: what the step sampled for it is dropped
-            elif bad:
-                reason, error = "error", "the model's logits are not finite numbers (NaN or infinity)"
-                spoiled.append(req)
             elif samples:
                 kept, reason, error = self._advance(stream, new, logprobs)
+                if outcome is not None and kept:
+                    self.speculation.learn(stream.record, outcome, new, kept, first=not req.output_ids)
+                if bad and not reason:
+                    reason, error = "error", "the model's logits are not finite numbers (NaN or infinity)"
+                    spoiled.append(req)
             elif complete and req.max_new == 0:
                 reason = "length"
             if reason and reason != "gone":
@@ -557,8 +572,8 @@ class Engine:
                 stream.prompt_logprobs += _logprobs(ids, piece.logprobs, piece.top_ids, piece.top_logprobs)
 
     def _sampled(self, batch: Batch, results: Results) -> Iterator[tuple[list[int], list[Logprob] | None, bool, list[int]]]:
-        """Per sampling row, in order: its tokens, their logprobs, whether its logits were no numbers, and which guesses were right (numbers of
-        nodes). Keeps the record of the guesses."""
+        """Per sampling row, in order: its tokens, their logprobs, whether the logits behind them were no numbers, and which guesses were
+        right (numbers of nodes)."""
         sampled, judged = results.sampled, results.judged
         if sampled is None:
             return
@@ -569,32 +584,19 @@ class Engine:
             paths = [[0]] * len(reqs)
         else:
             paths = [order[:count + 1] for order, count in zip(judged.order.tolist(), judged.counts.tolist())]
-        sizes = batch.guesses[batch.samples] + 1
-        for req, path, first, guessed in zip(reqs, paths, (np.cumsum(sizes) - sizes).tolist(), self._guessed(results, len(reqs))):
+        sizes = batch.draft_lens[batch.samples] + 1
+        for req, path, first in zip(reqs, paths, (np.cumsum(sizes) - sizes).tolist()):
             at = [first + node for node in path]
-            tokens = [ids[k] for k in at]
-            stream = self.streams.get(req.rid)
-            if guessed is not None and stream is not None and stream.req is req:
-                drafted, deepest, coming, draft_s, verify_s = guessed
-                record = stream.record
-                self.speculation.learn(record, drafted, deepest, tokens, bool(req.output_ids), coming)
-                record.draft_s, record.verify_s = record.draft_s + draft_s, record.verify_s + verify_s
-            yield tokens, logprobs and [logprobs[k] for k in at], any(bads[k] for k in at), path[1:]
+            good = next((i for i, k in enumerate(at) if bads[k]), len(at))
+            yield [ids[k] for k in at[:good]], logprobs and [logprobs[k] for k in at[:good]], good < len(at), path[1:]
 
-    def _guessed(self, results: Results, count: int) -> Iterator[tuple[int, int, tuple[int, int, int], float, float] | None]:
-        """Of each of `count` sampling rows: how many guesses were judged, how many of them could have been right, (how many, the best, their
-        quality) of those for the next step; and seconds of the step: of making those, and of the rest if any were judged."""
+    def _outcomes(self, results: Results) -> Iterator[spec.Outcome]:
+        """Per sampling row of a step, what became of its guesses, and which there are for the next."""
         if results.next is None:
-            return [None] * count
+            return iter(())
         began, drafting, drafted = results.marks
         seconds = (lambda a, b: b - a) if self.device == "cpu" else (lambda a, b: a.elapsed_time(b) / 1000)
-        judged, total = results.judged, self.speculation.total
-        spent = seconds(drafting, drafted), 0.0 if judged is None else seconds(began, drafting)
-        total.draft_s, total.verify_s = total.draft_s + spent[0], total.verify_s + spent[1]
-        none = [0] * count
-        counts = (none, none) if judged is None else (judged.drafted.tolist(), judged.deepest.tolist())
-        coming = zip(results.next.found.tolist(), results.next.first.tolist(), results.next.quality.tolist())
-        return ((drafted, deepest, guesses, *spent) for drafted, deepest, guesses in zip(*counts, coming))
+        return self.speculation.outcomes(results.judged, results.next, seconds(drafting, drafted), seconds(began, drafting))
 
     @staticmethod
     def _advance(stream: Stream, tokens: list[int], logprobs: list[Logprob] | None) -> tuple[int, str | None, str | None]:

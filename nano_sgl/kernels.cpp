@@ -10,6 +10,7 @@
 //     cpu/linear.h     products with weights, int8 among them
 //     cpu/layers.h     what lies between the products, and the loop over layers
 //     cpu/draw.h       from logits to tokens
+//     cpu/lookup.h     what followed the last tokens of a text before
 //     here             plain C functions on raw pointers, called from Python through ctypes (native.py), which releases the lock. They check nothing.
 //
 // Products multiply in float, or, with bfloat16 tensors on a CPU that has them, by bf16 dot instructions on pairs (AVX512_BF16), or on AMX tiles
@@ -20,6 +21,7 @@
 
 #include "cpu/draw.h"
 #include "cpu/layers.h"
+#include "cpu/lookup.h"
 
 // dtype 0 is float32, 1 bfloat16, 2 float16
 #define BY_TYPE(dtype, ...) \
@@ -95,6 +97,17 @@ void nano_draw(const float* logits, int64_t vocab, int64_t n, const int64_t* row
         for (int64_t i = 0; i < n; i++)
             draw(logits + rows[i] * vocab, vocab, ((const Draw*)values)[request[i]], keys + 2 * i, words, gap_slack, mass_slack, tokens[i], best[i]);
     });
+}
+
+// Rows of text [n, stride], of which known[i] tokens are there; out: [n, count + 1] each, sizes and quality [n]. Returns how many rows have guesses.
+int64_t nano_look_up(const int32_t* text, int64_t stride, int64_t n, const int64_t* known, int64_t count, int64_t longest, int64_t shortest,
+                     int64_t width, float decay, int64_t* tokens, int64_t* parents, float* scores, int64_t* sizes, int64_t* quality) {
+    int64_t found = 0;
+    for (int64_t i = 0, at = 0; i < n; i++, at += count + 1) {
+        sizes[i] = look_up(text + i * stride, known[i], count, longest, shortest, width, decay, tokens + at, parents + at, scores + at, quality + i);
+        found += sizes[i] > 1;
+    }
+    return found;
 }
 
 }

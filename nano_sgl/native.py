@@ -83,6 +83,7 @@ FUNCTIONS = {
     "nano_store_kv": [_P] * 5 + [_I] * 8 + [_C],
     "nano_linear": [_P, ctypes.POINTER(Weight), _P, _I, _I, _C, _C, _C],
     "nano_draw": [_P] + [_I] * 2 + [_P] * 5 + [_F, _F, _P, _P, _C],
+    "nano_look_up": [_P, _I, _I, _P] + [_I] * 4 + [_F] + [_P] * 5,
     "nano_silu_mul": [_P] * 2 + [_I] * 3 + [_C, _C],
 }
 
@@ -160,7 +161,7 @@ def _load(file: Path) -> ctypes.CDLL:
     loaded = ctypes.CDLL(str(file), mode=os.RTLD_NOW)
     for name, types in FUNCTIONS.items():
         getattr(loaded, name).argtypes = types
-        getattr(loaded, name).restype = None
+        getattr(loaded, name).restype = _I if name == "nano_look_up" else None
     loaded.nano_setup.restype = ctypes.c_int
     can = loaded.nano_setup()
     loaded.features = tuple(name for bit, name in enumerate(("bf16 dot products", "AMX")) if can >> bit & 1)

@@ -163,23 +163,25 @@ class SamplingState:
                 self.in_prompt = torch.zeros(self.max_rows, self.vocab_size, device=self.device)
             self.in_prompt[row].zero_().index_fill_(0, self._upload(np.unique(np.asarray(prompt_ids, dtype=np.int64))), 1)
 
-    def batch(self, members: Sequence[tuple[int, SamplingParams, int]]) -> SamplingBatch:
-        """Sort out the work of the rows (request row, params, prompt length in tokens) that sample in a step. After `set_row`."""
+    def batch(self, members: Sequence[tuple[int, SamplingParams, int]], counts: Sequence[int] | None = None) -> SamplingBatch:
+        """Sort out the work of the rows (request row, params, prompt length in tokens) that sample in a step, `counts` batch rows of each (None:
+        one). After `set_row`."""
         groups: dict[Work, list[int]] = {}
-        penalised, repetition, wanted, biased, most = [], [], [], [], 0
-        for i, (row, params, prompt_len) in enumerate(members):
-            groups.setdefault(work_of(params, self.vocab_size), []).append(i)
+        penalised, repetition, wanted, biased, most, i = [], [], [], [], 0, 0
+        for (row, params, prompt_len), count in zip(members, counts or [1] * len(members)):
+            here, i = range(i, i + count), i + count
+            groups.setdefault(work_of(params, self.vocab_size), []).extend(here)
             if _penalised(params):
-                penalised.append(i)
+                penalised.extend(here)
                 if params.repetition_penalty != 1:
-                    repetition.append(i)
+                    repetition.extend(here)
             if params.logprobs is not None:
-                wanted.append(i)
+                wanted.extend(here)
                 most = max(most, params.logprobs)
             if self.biases[row] is not None:
-                biased.append((i, prompt_len, *self.biases[row]))
+                biased.extend((at, prompt_len, *self.biases[row]) for at in here)
         return SamplingBatch(
-            rows=self._upload(np.array([row for row, _, _ in members], dtype=np.int64)),
+            rows=self._upload(np.repeat(np.array([row for row, _, _ in members], dtype=np.int64), counts or 1)),
             groups=[(work, [self._index(index)] if work.greedy else self._blocks(index)) for work, index in groups.items()],
             penalised=self._blocks(penalised), repetition=self._blocks(repetition), bias=self._bias(biased),
             logprobs=self._index(wanted) if wanted else None, logprobs_k=min(most, self.vocab_size))
@@ -230,7 +232,8 @@ class SamplingState:
         guess = guesses.tokens[block]                                                   # [n]
         there, at = (guess >= 0).float(), guess.clamp(min=0)[:, None]
         q = torch.zeros_like(p).scatter_(1, at, there[:, None]) if guesses.q is None else guesses.q[block] * there[:, None]
-        keys = _keys(self.seeds[batch.rows[block]] ^ OTHER_NOISE, positions[block])
+        seeds = self.seeds[batch.rows[block]]
+        keys = _keys(torch.where(guess >= 0, seeds ^ OTHER_NOISE, seeds), positions[block])  # without a guess: the ordinary draw
         spare = [torch.empty_like(p) for _ in range(2)]
         coin = torch.exp(-torch.exp(_log_exponential(keys, _token_words(at.new_tensor([self.vocab_size])), [x[:, :1] for x in spare])))[:, 0]
         kept = (guess >= 0) & (coin * q.gather(1, at)[:, 0] < p.gather(1, at)[:, 0])

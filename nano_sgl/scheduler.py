@@ -123,9 +123,12 @@ class Req:
         return np.concatenate([self.prompt, np.array(self.output_ids, np.int32)]) if self.output_ids else self.prompt
 
     def key(self) -> bytes:
-        """`ids` as the tree takes them; converted once for as long as they stay the same."""
-        if len(self._key) != self.known_len * 4:
-            self._key = key_bytes(self.ids())
+        """`ids` as the tree takes them; each is converted once."""
+        there = len(self._key) // 4
+        if there < self.prompt_len:
+            self._key, there = key_bytes(self.prompt), self.prompt_len
+        if there < self.known_len:
+            self._key += array.array("i", self.output_ids[there - self.prompt_len:]).tobytes()
         return self._key
 
 
@@ -137,7 +140,7 @@ class Batch:
     rows: np.ndarray        # [B] i32 row of the device tables
     starts: np.ndarray      # [B] i32 first column computed, but for guesses in flight: then it may be up to `slack` further
     q_lens: np.ndarray      # [B] i32 columns computed, guesses included
-    guesses: np.ndarray     # [B] i32 guesses at most that are verified behind the last known token
+    draft_lens: np.ndarray  # [B] i32 guesses at most that are verified behind the last known token
     slack: np.ndarray       # [B] i32
     limits: np.ndarray      # [B] i32 columns that have a slot
     store_from: np.ndarray  # [B] i32 columns before this one have their KV in the tree: what is recomputed there is not stored
@@ -307,14 +310,14 @@ class Scheduler:
 
     # ------------------------------------------------------------------------------------------------------------------------ the pass
 
-    def next_batch(self, guesses: Mapping[Req, int] = {}) -> Batch | None:
-        """Plan one step: None where nothing can run now. Locks, slots, rows and tree nodes of the step are taken here. guesses: how many a
+    def next_batch(self, draft_lens: Mapping[Req, int] = {}) -> Batch | None:
+        """Plan one step: None where nothing can run now. Locks, slots, rows and tree nodes of the step are taken here. draft_lens: guesses that a
         request that decodes may have verified; fewer where memory is short, or as many tokens are not asked for."""
         self.step += 1
         self._published.clear()
         plan: dict[Req, int] = {}  # request -> tokens
-        guesses = self._plan_decodes(plan, guesses)
-        budget = max(self.token_budget - len(plan) - sum(guesses.values()), self.page)  # prompts go on, however many rows decode
+        draft_lens = self._plan_decodes(plan, draft_lens)
+        budget = max(self.token_budget - len(plan) - sum(draft_lens.values()), self.page)  # prompts go on, however many rows decode
         budget = self._plan_chunks(plan, budget)
         started = self._admit(plan, budget)
         while self._copied:
@@ -323,31 +326,40 @@ class Scheduler:
         if not plan:
             self.step -= 1
             return None
-        return self._launch(plan, guesses, [req for req in started if req in plan])
+        for req in started:
+            draft_lens.pop(req, None)  # it decoded, was retracted, and begins again
+        return self._launch(plan, draft_lens, [req for req in started if req in plan])
 
-    def _plan_decodes(self, plan: dict[Req, int], guesses: Mapping[Req, int]) -> dict[Req, int]:
+    def _plan_decodes(self, plan: dict[Req, int], draft_lens: Mapping[Req, int]) -> dict[Req, int]:
         """Plan a token for each row that decodes; returns the guesses that there is room for."""
         rows = [r for r in self.running if r.decodes]
-        guesses = {r: min(guesses[r], r.max_new - len(r.output_ids) - r.pending - 1) for r in rows if r in guesses}
+        draft_lens = self._shorten({r: min(draft_lens[r], r.max_new - len(r.output_ids) - r.pending - 1) for r in rows if r in draft_lens}, len(rows))
         needed = lambda req: req.known_len + self.reserve + req.guessed
-        missing = [self._missing(r, needed(r) + guesses.get(r, 0)) for r in rows]
+        missing = [self._missing(r, needed(r) + draft_lens.get(r, 0)) for r in rows]
+        if draft_lens and sum(missing) > self.slots.available + self.tree.evictable:
+            draft_lens, missing = {}, [self._missing(r, needed(r)) for r in rows]
         slots = self._alloc(sum(missing))
-        if slots is None and guesses:
-            guesses, missing = {}, [self._missing(r, needed(r)) for r in rows]
-            slots = self._alloc(sum(missing))
         if slots is not None:  # all at once, the common case
             for req, n in zip(rows, missing):
                 if n:
                     self._own(req, slots[:n])
                     slots = slots[n:]
                 plan[req] = 1
-            return guesses
+            return draft_lens
         for req in sorted(rows, key=_dearest_first):  # who is served last is cheap to retract
             missing = self._missing(req, needed(req))
             if req.state == "running" and not req.leaving and self._make_room(req, missing):
                 self._grow(req, missing)
                 plan[req] = 1
-        return guesses
+        return draft_lens
+
+    def _shorten(self, draft_lens: dict[Req, int], rows: int) -> dict[Req, int]:
+        """Guesses take what the rows that decode leave of the budget, and half of it where prompts wait for the rest."""
+        room = max(self.token_budget - rows, 0)
+        if self.waiting or len(self.running) > rows:
+            room //= 2
+        asked = sum(draft_lens.values())
+        return draft_lens if asked <= room else {req: n * room // asked for req, n in draft_lens.items()}
 
     def _plan_chunks(self, plan: dict[Req, int], budget: int) -> int:
         for req in [r for r in self.running if r.launchable and (r.seq_len - r.computed_len > 1 or r.place is not None)]:
@@ -463,12 +475,12 @@ class Scheduler:
                 self.tree.stop_leading(req.place)
                 req.place = None
 
-    def _launch(self, plan: dict[Req, int], guesses: dict[Req, int], started: list[Req]) -> Batch:
+    def _launch(self, plan: dict[Req, int], draft_lens: dict[Req, int], started: list[Req]) -> Batch:
         order, shared = self._layout.arrange(list(plan))
         i32 = lambda values: np.fromiter(values, np.int32, len(order))
         complete = np.fromiter((r.computed_len + plan[r] == r.seq_len for r in order), bool, len(order))
         batch = Batch(self.step, order, rows=i32(r.row for r in order), starts=i32(r.computed_len for r in order),
-                      q_lens=i32(plan[r] + guesses.get(r, 0) for r in order), guesses=i32(guesses.get(r, 0) for r in order),
+                      q_lens=i32(plan[r] + draft_lens.get(r, 0) for r in order), draft_lens=i32(draft_lens.get(r, 0) for r in order),
                       slack=i32(r.guessed for r in order), limits=i32(r.columns for r in order),
                       store_from=i32(r.store_from for r in order), complete=complete,
                       samples=complete & np.fromiter((r.max_new > 0 for r in order), bool, len(order)),
@@ -478,7 +490,7 @@ class Scheduler:
         for req, samples in zip(order, batch.samples.tolist()):
             req.computed_len += plan[req]
             req.pending += samples
-            req.guessed += guesses.get(req, 0)
+            req.guessed += draft_lens.get(req, 0)
             req.in_flight += 1
         self.slots.launch(self.step)
         self.rows.launch(self.step)
@@ -716,9 +728,9 @@ class Scheduler:
         for i, (req, new, done, path) in enumerate(zip(batch.reqs, tokens, finished, paths or [()] * len(batch.reqs))):
             req.in_flight -= 1
             req.pending -= int(batch.samples[i])
-            req.guessed -= int(batch.guesses[i])
+            req.guessed -= int(batch.draft_lens[i])
             if req.leaving != "done" and path:
-                self._accept(req, path, int(batch.guesses[i]))
+                self._accept(req, path, int(batch.draft_lens[i]))
             if req.prompt_logprobs_from is not None:
                 owed = max(int(batch.starts[i] + batch.q_lens[i]) + 1, req.prompt_logprobs_from)
                 req.prompt_logprobs_from = owed if owed < req.prompt_len else None
@@ -728,19 +740,19 @@ class Scheduler:
                 self.counters.output_tokens += len(new)
                 if done:
                     self._end(req)
-                elif req.suspect and batch.kv_bounds[i] >= req.suspect_until:
+                elif req.suspect and batch.starts[i] + batch.q_lens[i] - batch.draft_lens[i] + len(path) >= req.suspect_until:
                     self._suspects.discard(req)
                     req.suspect_until, req.leaving = 0, "queue"  # it is cleared; the next one takes its turn
             if req.leaving and not req.in_flight:
                 self._land(req)
 
-    def _accept(self, req: Req, path: Sequence[int], guesses: int) -> None:
+    def _accept(self, req: Req, path: Sequence[int], draft_len: int) -> None:
         """The device has put the KV of the right guesses behind that of the last known token: by their slots, where pages are single slots."""
         req.computed_len += len(path)
         if self.page == 1 and path[-1] != len(path):
             first = req.known_len - req.own_start  # of the guesses' columns
             taken = set(path)
-            order = [*path, *(node for node in range(1, min(guesses, len(req.own) - first) + 1) if node not in taken)]
+            order = [*path, *(node for node in range(1, min(draft_len, len(req.own) - first) + 1) if node not in taken)]
             here = req.own[first:first + len(order)]
             req.own[first:first + len(order)] = array.array("i", (here[node - 1] for node in order))
 

@@ -35,8 +35,9 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -46,9 +47,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import sampling
+from . import native, sampling
 from .radix import TOKEN_BYTES, Node, Tree
 
+log = logging.getLogger("nano_sgl")
 MAX_NODES = 64           # of a row's tree, the root included: the bits of an int64
 DECAY = 0.9              # by so much a guess is worth less than the one before it
 MAX_QUALITY = 15         # of guesses: `Lengths` keeps a record of each
@@ -102,6 +104,12 @@ class DraftTree:
         is_child = real[:, None, :] & (self.parents[:, None, :] == nodes[:, None])                                       # [B, parent, node]
         later = real[:, None, :] & real[:, :, None] & (self.parents[:, None, :] == self.parents[:, :, None]) & (nodes > nodes[:, None])
         return tuple(torch.where(some.any(-1), some.int().argmax(-1), -1) for some in (is_child, later))
+
+    def chain(self) -> DraftTree:
+        """The guesses up to the first that does not follow the one before it."""
+        nodes = torch.arange(self.tokens.shape[1], device=self.tokens.device)
+        follows = ((self.parents == nodes - 1) | (nodes == 0)).cumprod(1)
+        return DraftTree(self.tokens, self.parents, torch.minimum(self.sizes, follows.sum(1)))
 
     def first(self, counts: Tensor) -> DraftTree:
         """The best guesses: `counts` [B] of them a row at most."""
@@ -216,6 +224,7 @@ def drafter(name: str):
 
     draft(tokens [B, C] int, known [B] int64) -> (DraftTree, scores [B, N] float, quality [B] int64)     a device drafter, after each step;
         tokens[:, :known] is the text; quality: 0 for no guess, up to 15: guesses of like quality are right equally often. Waits for nothing.
+        None: it is known, without waiting, that no row has a guess.
     propose(tree, node, rest, count) -> (tokens, parents, scores)                                    a host drafter, as each step is planned;
         node: the last of the request's own in the radix tree; rest: int32 bytes of what it knows beyond. Lists of at most `count` guesses, best
         first, parents (an index into them, -1: the last known token) before their children. Reads the tree, writes nothing.
@@ -239,6 +248,29 @@ def make_drafters(algorithm: str, options: DraftOptions) -> list:
     return [DRAFTERS[name](options) for name in names]
 
 
+def guess(drafters: Sequence, tokens: Tensor, known: Tensor, count: int) -> tuple[DraftTree, Tensor, Tensor] | None:
+    """What device drafters make of a text, merged: as `draft` of one of them. See `drafter`. One that raises has no guesses."""
+    parts = []
+    for one in drafters:
+        try:
+            if (part := one.draft(tokens, known)) is not None:
+                if part[0].tokens.shape != (len(known), count + 1):
+                    raise ValueError(f"trees of shape {list(part[0].tokens.shape)}, expected {[len(known), count + 1]}")
+                parts.append(part)
+        except Exception:
+            _complain(one)
+    if len(parts) < 2:
+        return parts[0] if parts else None
+    return *merge([part[:2] for part in parts], count), torch.stack([part[2] for part in parts]).amax(0)
+
+
+def _complain(one: object) -> None:
+    """A drafter has failed: said aloud once."""
+    log.log(logging.DEBUG if getattr(one, "has_failed", False) else logging.ERROR, "the drafter %s failed, and guesses nothing where it does",
+            type(one).__name__, exc_info=True)
+    one.has_failed = True
+
+
 @drafter("ngram")
 class Ngram:
     """Prompt lookup (Saxena 2023): where the last tokens occurred before, in prompt or output, is how they went on. A device drafter.
@@ -253,12 +285,12 @@ class Ngram:
 
     def draft(self, tokens: Tensor, known: Tensor) -> tuple[DraftTree, Tensor, Tensor]:
         """See `drafter`. quality: the length of the match."""
+        if tokens.device.type == "cpu" and native.library() is not None:
+            return self._draft_native(tokens.int().contiguous(), known)
         o, last = self.options, (known - 1)[:, None]                                                                     # [B, 1]
         roots = tokens.gather(1, last)[:, 0].long()
         match, end = self._places(tokens, last)                                                                          # [B, T]
         real, width = match >= o.shortest, match.shape[1]
-        if tokens.device.type == "cpu" and not real.any():  # on a GPU asking would be waiting
-            return no_guesses(roots, o.count), torch.ones(len(roots), o.count + 1), torch.zeros_like(roots)
         votes = torch.where(real, torch.exp2(match - match[:, :1]), 0.0)
         votes = votes / votes.sum(1, keepdim=True).clamp(min=1)  # the best has 1
         steps = torch.arange(o.count, device=tokens.device)[:, None]                                                     # [K, 1]
@@ -272,6 +304,15 @@ class Ngram:
         parents = F.pad((leader + steps * width)[:, :-1], (0, 0, 1, 0), value=-1)
         tree, scores = best(roots, guesses, parents.flatten(1), scores.flatten(1), o.count)
         return tree, scores, torch.where(real[:, 0], match[:, 0], 0).clamp(max=MAX_QUALITY)
+
+    def _draft_native(self, tokens: Tensor, known: Tensor) -> tuple[DraftTree, Tensor, Tensor] | None:
+        """`draft` by kernels.cpp, some forty torch operations in one call; None where no row has a guess."""
+        o, (rows, columns) = self.options, tokens.shape
+        guesses, parents = torch.empty(2, rows, o.count + 1, dtype=torch.int64)
+        scores, (sizes, quality) = torch.empty(rows, o.count + 1), torch.empty(2, rows, dtype=torch.int64)
+        found = native.library().nano_look_up(tokens.data_ptr(), columns, rows, known.data_ptr(), o.count, o.longest, o.shortest, o.branches, DECAY,
+                                              guesses.data_ptr(), parents.data_ptr(), scores.data_ptr(), sizes.data_ptr(), quality.data_ptr())
+        return (DraftTree(guesses, parents, sizes), scores, quality.clamp_(max=MAX_QUALITY)) if found else None
 
     def _places(self, tokens: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
         """The `branches` best places: (how many of a row's last tokens occur there, the column of the last), [B, T] int64."""
@@ -299,7 +340,10 @@ class Radix:
 
     def propose(self, tree: Tree, node: Node, rest: bytes, count: int) -> tuple[list[int], list[int], list[float]]:
         """See `drafter`."""
-        tokens, parents, scores = [], [], []
+        node = tree.root(node.namespace) if node.is_root else node  # a request may hold the root of a namespace that was empty
+        tokens, parents, scores, places = [], [], [], _places(tree, node, rest)
+        if not places:
+            return tokens, parents, scores
         made: dict[tuple[int, int], int] = {}  # (parent, token) -> its number: where a page is cut, several nodes may begin alike
         ticks = itertools.count()
         heap: list[tuple[float, int, int, Node, int]] = []  # (-score of its next token, tick, parent, node, offset into it in bytes)
@@ -309,8 +353,7 @@ class Radix:
             for child, offset in heapq.nlargest(self.options.branches, nodes, key=lambda at: at[0].hits):
                 heapq.heappush(heap, (-score * child.hits / total * DECAY, next(ticks), parent, child, offset))
 
-        node = tree.root(node.namespace) if node.is_root else node  # a request may hold the root of a namespace that was empty
-        offer(_places(tree, node, rest), -1, 1.0)
+        offer(places, -1, 1.0)
         while heap and len(tokens) < count:
             score, _, parent, node, offset = heapq.heappop(heap)
             token = int.from_bytes(node.key[offset:offset + TOKEN_BYTES], "little")
@@ -358,8 +401,8 @@ class CostCurve:
 
     def __call__(self, tokens: np.ndarray) -> np.ndarray:
         """[n] tokens -> [n] seconds."""
-        (a, b), (s, t) = self.sizes[-2:], self.seconds[-2:]
-        return np.interp(tokens, self.sizes, self.seconds) + np.maximum(tokens - b, 0) * (t - s) / (b - a)
+        (a, b), (s, t) = (values[[max(len(values) - 2, 0), -1]] for values in (self.sizes, self.seconds))
+        return np.interp(tokens, self.sizes, self.seconds) + np.maximum(tokens - b, 0) * (t - s) / max(b - a, 1)
 
 
 @dataclass
@@ -405,11 +448,11 @@ class Lengths:
     which stopped drafting finds back.
     """
 
-    FADE, PRIOR, WORTH = 0.85, 2.0, 1.02  # what is left of a record after a step; the weight of others' records; the gain that is worth the trouble
+    FADE, PRIOR, WORTH = 0.85, 2.0, 1.06  # what is left of a record after a step; the weight of others' records; the gain that is worth the trouble
 
     def __init__(self, cost: CostCurve, count: int):
         self.cost, self.count = cost, count
-        self.right, self.judged = np.full(16, 1.0), np.full(16, 2.0)  # by quality
+        self.right, self.judged = np.full(MAX_QUALITY + 1, 1.0), np.full(MAX_QUALITY + 1, 2.0)  # by quality
 
     def choose(self, records: Sequence[Record], found: Sequence[int]) -> list[int]:
         """Guesses for each row of a step; `found`: how many it has, or may have."""
@@ -444,7 +487,6 @@ class Lengths:
 @dataclass
 class Drafts:
     """What a step needs from the host for its guesses: S rows sample, M nodes are judged. `packed`: its arrays, see `Speculation.plan`."""
-    of_nodes: list[Req]             # [M] whose node it is
     packed: list[np.ndarray]        # [n] i64 each
     nodes: int                      # N, of the largest tree
 
@@ -501,19 +543,32 @@ class Next:
     quality: Tensor                 # [S] int64  and how good they are
 
 
+class Outcome(NamedTuple):
+    """Of one row: guesses that were judged, how many of them could have been right; of those for the next step how many there are, the best, their
+    quality; seconds of the step: of making those, and of the rest where any were judged."""
+    drafted: int
+    deepest: int
+    found: int
+    first: int
+    quality: int
+    draft_s: float
+    verify_s: float
+
+
 class Speculation:
     """The drafters of an engine, the guesses of its rows on the device, and how many are drafted.
 
     `lengths`: None drafts `options.count` guesses wherever there are some. `max_rows`: as of the device rows.
     """
 
-    def __init__(self, algorithm: str, options: DraftOptions, max_rows: int, device: str, lengths: Lengths | None):
-        self.options, self.device, self.lengths = options, device, lengths
+    def __init__(self, algorithm: str, options: DraftOptions, max_rows: int, vocab_size: int, device: str, lengths: Lengths | None):
+        self.options, self.vocab_size, self.lengths = options, vocab_size, lengths
         drafters = make_drafters(algorithm, options)
         self.ahead = [d for d in drafters if hasattr(d, "draft")]
         self.host = [d for d in drafters if hasattr(d, "propose")]
         self.branching = options.branches > 1 or len(drafters) > 1
-        self.ready = no_guesses(torch.zeros(max_rows, dtype=torch.int64, device=device), options.count)  # of each row, for its next step
+        # Of each row, for its next step. Written in place, so nothing that a tree derives is asked of it
+        self.ready = no_guesses(torch.zeros(max_rows, dtype=torch.int64, device=device), options.count)
         self.scores = torch.ones(self.ready.tokens.shape, device=device)
         self.total = Record()  # of all requests
         self.proposals: dict[Req, tuple[list[int], list[int], list[float]]] = {}
@@ -538,24 +593,40 @@ class Speculation:
         chosen = found if self.lengths is None else self.lengths.choose(records, found)
         return {req: count for req, count in zip(reqs, chosen) if count}
 
-    def learn(self, record: Record, drafted: int, deepest: int, tokens: Sequence[int], decoded: bool, coming: tuple[int, int, int]) -> None:
-        """A step has ended in which a row sampled `tokens`: all but the last were guessed right; `drafted` guesses were judged, of which `deepest`
-        could have been right. decoded: it was not the first token. coming: of the guesses for the next step how many there are, the best and
-        their quality."""
+    def outcomes(self, judged: Judged | None, coming: Next, draft_s: float, rest_s: float) -> Iterator[Outcome]:
+        """A step's results, a row that sampled after the other. Seconds of making the guesses for the next, and of all before."""
+        spent = draft_s, rest_s if judged is not None else 0.0
+        self.total.draft_s, self.total.verify_s = self.total.draft_s + spent[0], self.total.verify_s + spent[1]
+        none = [0] * len(coming.found)
+        counts = (none, none) if judged is None else (judged.drafted.tolist(), judged.deepest.tolist())
+        return (Outcome(*row, *spent) for row in zip(*counts, coming.found.tolist(), coming.first.tolist(), coming.quality.tolist()))
+
+    def learn(self, record: Record, outcome: Outcome, tokens: Sequence[int], kept: int, first: bool) -> None:
+        """A row has sampled `tokens`, all but the last of which were guessed right; a stop or a limit leaves `kept` of them. first: they are the
+        first of the request, so nothing was guessed."""
+        deepest = outcome.deepest if kept == len(tokens) else kept - 1
         if self.lengths is not None:
-            self.lengths.learn(record, deepest, tokens)
-        record.ready, record.first, record.quality = coming
+            self.lengths.learn(record, deepest, tokens[:kept])
+        record.ready, record.first, record.quality = outcome.found, outcome.first, min(max(outcome.quality, 0), MAX_QUALITY)
         record.found = record.ready
-        if decoded:
+        record.draft_s, record.verify_s = record.draft_s + outcome.draft_s, record.verify_s + outcome.verify_s
+        if not first:
             for counted in (record, self.total):
-                counted.add(drafted, deepest, len(tokens) - 1)
+                counted.add(outcome.drafted, deepest, kept - 1)
 
     def _propose(self, req: Req, tree: Tree, in_flight: bool) -> tuple[list[int], list[int], list[float]]:
         rest = req.key()[TOKEN_BYTES * req.node.end:]
         count = min((2 if in_flight else 1) * (self.options.count + 1), MAX_NODES - 1)
         tokens, parents, scores = [], [], []
         for drafter in self.host:
-            more = drafter.propose(tree, req.node, rest, count)
+            try:
+                more = drafter.propose(tree, req.node, rest, count)
+                for i, (token, parent, score) in enumerate(zip(*more, strict=True)):
+                    if not (0 <= token < self.vocab_size and -1 <= parent < i and 0 <= score <= 1):
+                        raise ValueError(f"guess {i} is token {token} below guess {parent}, with a score of {score}")
+            except Exception:
+                _complain(drafter)
+                continue
             parents += [p + len(tokens) if p >= 0 else -1 for p in more[1]]
             tokens, scores = tokens + more[0], scores + more[2]
         return tokens[:MAX_NODES - 1], parents[:MAX_NODES - 1], scores[:MAX_NODES - 1]
@@ -572,37 +643,42 @@ class Speculation:
         if wide:
             padded = lambda part, scale=1: np.array([[int(x * scale) for x in m[part]] + [0] * (wide - len(m[part])) for m in made], np.int64).ravel()
             packed += [padded(0), padded(1), padded(2, 2**20), np.array([len(m[0]) for m in made]), np.array([req.known_len for req in reqs])]
-        return Drafts([reqs[i] for i in row], packed, int(sizes.max()))
+        return Drafts(packed, int(sizes.max()))
 
     # ---- on the device, in the order of the stream
 
-    def step(self, drafts: Drafts, arrays: Sequence[Tensor], rows: Tensor, tokens: Tensor, base: Tensor) -> Step:
-        """The guesses of a step. arrays: `Drafts.packed`; rows [S]; tokens [S, C]: what the rows know; base [S]: where their last token is."""
+    def step(self, drafts: Drafts, arrays: Sequence[Tensor], tokens: Tensor, rows: Tensor, known: Tensor, columns: int) -> Step:
+        """The guesses of a step. arrays: `Drafts.packed`; tokens [R, C]: of all rows; rows [S]; known [S]: tokens of each that are there, and
+        guesses at most, less than `columns`."""
         at, row, node, counts, limits, *host = arrays
-        roots, most = tokens.gather(1, base[:, None])[:, 0].long(), drafts.nodes - 1
+        base, most = known - 1 - counts, drafts.nodes - 1
+        roots = tokens[rows, base].long()
         made: list[tuple[DraftTree, Tensor]] = []
         if self.ahead:
             ready = self.ready.tokens[rows]
             ready[:, 0] = roots
             made.append((DraftTree(ready, self.ready.parents[rows], self.ready.sizes[rows]), self.scores[rows]))
         if host:
-            made.append(reroot(*(part.view(len(rows), -1) for part in host[:3]), *host[3:], tokens, base))
+            made.append(reroot(*(part.view(len(rows), -1) for part in host[:3]), *host[3:], tokens[rows, :columns], base))
         tree = made[0][0] if len(made) == 1 else merge(made, most)[0] if made else no_guesses(roots, most)
         wide = lambda part: F.pad(part, (0, max(most + 1 - part.shape[1], 0)))[:, :most + 1]
         room = torch.minimum(counts, limits - 1 - base).clamp(min=0)  # guesses for which there are slots
-        return Step(DraftTree(wide(tree.tokens), wide(tree.parents), tree.sizes.clamp(max=most + 1)).first(room), base, at, row, node)
+        nodes = torch.arange(most + 1, device=rows.device)
+        tree = DraftTree(wide(tree.tokens).clamp(0, self.vocab_size - 1), torch.minimum(wide(tree.parents), nodes - 1).clamp(min=0),  # whoever made it
+                         tree.sizes.clamp(1, most + 1)).first(room)
+        return Step(tree if self.branching else tree.chain(), base, at, row, node)
 
     def draft(self, rows: Tensor, tokens: Tensor, known: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Guess how the rows go on after a step, and keep it for the next. rows [S]; tokens [S, C]; known [S]: tokens of each that are there.
         Returns (how many guesses, the best, their quality), [S] int64 each."""
-        if not self.ahead:
+        made = guess(self.ahead, tokens, known, self.options.count)
+        if made is None:
+            self.ready.sizes[rows] = 1
             zero = torch.zeros_like(known)
             return zero, zero - 1, zero
-        parts = [drafter.draft(tokens, known) for drafter in self.ahead]
-        tree, scores = parts[0][:2] if len(parts) == 1 else merge([part[:2] for part in parts], self.options.count)
+        tree, self.scores[rows], quality = made
         self.ready.tokens[rows], self.ready.parents[rows], self.ready.sizes[rows] = tree.tokens, tree.parents, tree.sizes
-        self.scores[rows] = scores
-        return tree.sizes - 1, torch.where(tree.sizes > 1, tree.tokens[:, 1], -1), torch.stack([part[2] for part in parts]).amax(0)
+        return tree.sizes - 1, torch.where(tree.sizes > 1, tree.tokens[:, 1], -1), quality
 
 
 def reroot(guesses: Tensor, parents: Tensor, scores: Tensor, counts: Tensor, known: Tensor, tokens: Tensor, base: Tensor) -> tuple[DraftTree, Tensor]:

@@ -10,8 +10,8 @@ import torch
 import engines
 import tiny
 from engines import MIX, STOPS, make, overlapped, params, prompt, request, run, same
-from nano_sgl import LLM
-from nano_sgl.spec import CostCurve, Record
+from nano_sgl import LLM, spec
+from nano_sgl.spec import CostCurve, DraftTree, Record, no_guesses
 
 DRAFTERS = ("ngram", "radix", "ngram+radix")
 FEW = {65: 30.0, 66: 30.0, 67: 30.0}  # texts of three tokens repeat themselves: guesses are right now and then
@@ -75,7 +75,7 @@ def test_nothing_changes_but_the_number_of_steps(path, reference, drafter, devic
 @pytest.mark.parametrize("flags", [dict(max_total_tokens=260, chunked_prefill_size=24, max_running_requests=6),
                                    dict(max_total_tokens=272, page_size=16, chunked_prefill_size=32, max_running_requests=6),
                                    dict(disable_radix_cache=True, max_total_tokens=260), dict(speculative_num_draft_tokens=63),
-                                   dict(speculative_num_draft_tokens=1, chunked_prefill_size=1)], ids=str)
+                                   dict(speculative_num_draft_tokens=1, chunked_prefill_size=16)], ids=str)
 @pytest.mark.parametrize("seed", range(3))
 def test_short_of_memory_and_with_aborts(path, reference, seed, flags):
     rng = random.Random(seed)
@@ -197,7 +197,7 @@ def test_a_step_that_fails_with_guesses_in_flight(path, reference, device, depth
     for r in requests:
         if answers[r.rid].reason != "error":
             same(answers[r.rid], reference(r))
-    assert sum(a.reason != "error" for a in answers.values()) > len(requests) // 2
+    assert sum(a.reason != "error" for a in answers.values()) > len(requests) // 3
     engine.shutdown()
 
 
@@ -263,3 +263,104 @@ def test_what_is_reported_adds_up(path):
         assert 0 < said["spec_accept_rate"] <= 1 and said["spec_accept_rate_by_depth"][0] > 0.9
         assert said["spec_draft_time"] > 0 and said["spec_verify_time"] > 0
         assert {key: value for key, value in llm.engine.stats().items() if key in said}.keys() == said.keys()
+
+
+# ------------------------------------------------------------------------------------------------------------- drafters that go wrong
+
+class Raises:
+    """A device drafter that always fails."""
+
+    def __init__(self, options):
+        self.options = options
+
+    def draft(self, tokens, known):
+        raise KeyError("no such n-gram")
+
+
+class RaisesOnTheHost:
+    """A host drafter that always fails."""
+
+    def __init__(self, options):
+        self.options = options
+
+    def propose(self, tree, node, rest, count):
+        raise KeyError("no such place")
+
+
+class Branches(Raises):
+    """Two guesses at one place, whatever was asked for, and the second's child."""
+
+    def draft(self, tokens, known):
+        roots = tokens.gather(1, known[:, None] - 1)[:, 0].long()
+        made = no_guesses(roots, self.options.count)
+        made.tokens[:, 1:4], made.parents[:, 1:4] = torch.tensor([66, 65, 65]), torch.tensor([0, 0, 2])
+        return DraftTree(made.tokens, made.parents, torch.full_like(roots, 4)), torch.ones(made.tokens.shape), torch.ones_like(roots)
+
+
+class Nonsense(Raises):
+    """Tokens that do not exist, parents that are not there or come later, more guesses than there is room for, scores that are no numbers."""
+
+    def draft(self, tokens, known):
+        rows, nodes = len(known), self.options.count + 4
+        rng = random.Random(int(known.sum()))
+        wild = lambda: torch.tensor([[rng.choice([-5, 0, 65, 66, 10**9]) for _ in range(nodes)] for _ in range(rows)])
+        return DraftTree(wild(), wild(), torch.full((rows,), nodes)), torch.full((rows, nodes), torch.nan), torch.full((rows,), 99)
+
+
+class NonsenseOnTheHost(RaisesOnTheHost):
+    """The same, one step early."""
+
+    def propose(self, tree, node, rest, count):
+        return [65, -1, 10**9, 66] * 40, [-1, 7, -3, 10**9] * 40, [float("nan")] * 160
+
+
+@pytest.mark.parametrize("page", [1, 16])
+@pytest.mark.parametrize("topk", [1, 4])
+@pytest.mark.parametrize("made", [Raises, RaisesOnTheHost, Branches, Nonsense, NonsenseOnTheHost], ids=lambda made: made.__name__)
+def test_a_drafter_may_harm_its_guesses_and_never_a_text(path, reference, monkeypatch, made, topk, page):
+    monkeypatch.setitem(spec.DRAFTERS, "own", made)
+    for algorithm in ("own", "ngram+own"):
+        engine = overlapped(path, **flags_of(algorithm, page_size=page, speculative_eagle_topk=topk))
+        requests = requests_of(4)[:16]
+        answers = run(engine, requests)
+        for r in requests:
+            same(answers[r.rid], reference(r))
+        engine.shutdown()
+
+
+@pytest.mark.parametrize("flags", [dict(context_length=16), dict(max_total_tokens=8), dict(max_total_tokens=3)], ids=str)
+def test_the_cost_of_a_step_is_measured_in_the_smallest_engine(path, flags):
+    engine = make(path, **flags_of("ngram", "adaptive", **flags))
+    assert run(engine, [request("a", [1], params(max_tokens=2))])["a"].reason == "length"
+    assert (engine.speculation.lengths.cost([1, 2, 100]) > 0).all()
+
+
+def test_guesses_leave_prompts_half_of_the_budget(path):
+    """Fifteen rows that draft eight guesses each would be all of 128 tokens a step."""
+    engine = make(path, max_total_tokens=4096, max_running_requests=16, chunked_prefill_size=128, **flags_of("ngram"))
+    for i in range(15):
+        engine.add(request(f"r{i}", [65] * 20, params(max_tokens=200, logit_bias={65: 90.0})))
+    for _ in range(4):
+        engine.step()
+    engine.add(request("long", prompt(400, 3), params(max_tokens=1)))
+    steps = 0
+    while "long" in engine.streams:
+        engine.step()
+        engine.check()
+        steps += 1
+    assert steps < 11
+
+
+def test_who_begins_again_in_the_pass_that_retracted_it_has_no_guesses(path, reference):
+    """A prompt in chunks needs the memory of a row that decodes, which starts again at once, out of the tree."""
+    for seed in range(12):
+        rng = random.Random(seed)
+        engine = make(path, max_total_tokens=140, chunked_prefill_size=24, schedule_policy="priority", **flags_of("ngram"))
+        requests = [request(f"p{i}", repeating(i, rng.randrange(20, 90)), params(max_tokens=40, logit_bias=FEW), priority=rng.choice([0, 5, 30]))
+                    for i in range(8)]
+
+        def hopeful(step):
+            engine.scheduler.ratio = 0.0
+        answers = run(engine, requests, hopeful)
+        for r in requests:
+            same(answers[r.rid], reference(r))

@@ -13,7 +13,7 @@ LEVELS = {  # imports point down: a module may import those of lower levels that
     "protocol": set(), "eviction": set(), "waiting": set(), "radix": {"eviction", "waiting"}, "weights": set(), "native": set(), "kernels": {"native"},
     "attention": {"native", "kernels"}, "text": {"protocol"}, "memory": {"kernels"}, "sampling": {"native", "kernels", "protocol"}, "chat": {"protocol"},
     "model": {"kernels", "native", "memory", "weights"}, "policies": set(), "layout": set(),
-    "scheduler": {"radix", "waiting", "policies", "layout", "memory", "protocol"}, "spec": {"radix", "sampling"},
+    "scheduler": {"radix", "waiting", "policies", "layout", "memory", "protocol"}, "spec": {"native", "radix", "sampling"},
     "config": {"protocol", "radix", "eviction", "policies"}, "events": {"radix"},
     "engine": {"config", "events", "protocol", "radix", "eviction", "weights", "kernels", "attention", "memory", "sampling", "model", "policies", "scheduler", "spec", "text"},
     "llm": {"engine", "config", "protocol", "chat", "radix"},
