@@ -13,8 +13,8 @@ noise   a beginning, and text sampled at temperature 1.5: nothing predicts it
 With a batch of b, b requests run at any time, until 3 b (at least four) are answered. `tokens a step`: beside those without guesses. `speed`: the
 time without guesses divided by the time with them, median of the repeats (lowest, highest). `ceiling`: the same if a step cost what the engine's own
 curve says, t(tokens), and nothing else did. `equal`: answers that are the same as without; in bfloat16 the shape of a batch decides between
-two tokens that are as good as equal. `ngram fixed` drafts eight guesses wherever there are some, `ngram chains` no branches, `in line` is
-without overlap.
+two tokens that are as good as equal. `ngram fixed` drafts eight guesses wherever there are some, `ngram chains` no branches. On a CPU
+steps with guesses are planned in line; `ngram overlapped` plans them ahead, `none in line` plans those without like the others.
 At the end the size of a tree's mask, ours and as bytes.
 """
 
@@ -46,7 +46,7 @@ PROMPTS = 48
 ENGINES = {"none": {}, "ngram": dict(speculative_algorithm="ngram"), "radix": dict(speculative_algorithm="radix"),
            "ngram+radix": dict(speculative_algorithm="ngram+radix"),
            "ngram fixed": dict(speculative_algorithm="ngram", speculative_draft_length="fixed"),
-           "ngram in line": dict(speculative_algorithm="ngram", disable_overlap_schedule=True),
+           "ngram overlapped": dict(speculative_algorithm="ngram", disable_overlap_schedule=False),
            "ngram chains": dict(speculative_algorithm="ngram", speculative_eagle_topk=1),
            "none in line": dict(disable_overlap_schedule=True)}
 THINGS = ["a bicycle", "a hash table", "paper", "a tide", "inflation", "a vaccine", "an apple", "a compass", "a glacier", "a piano", "a battery", "a dictionary"]
@@ -115,11 +115,11 @@ def play(llm: LLM, name: str, prompts: list[str], batch: int, tokens: int, runs:
               for i in range(len(prompts))]
     assert engine.flush_cache()
     before = [SamplingParams(max_tokens=tokens if name == "agent" else 1, temperature=0, ignore_eos=True)] * len(prompts)
+    engine.scheduler.max_running = batch
     llm.generate(prompts, before, progress=False)
     if engine.speculation is not None:
         engine.speculation.total = Record()
     counters = dict(vars(engine.scheduler.counters))
-    engine.scheduler.max_running = batch
     start = time.perf_counter()
     answers = llm.generate(prompts, params, progress=False)
     engine.scheduler.max_running = PROMPTS

@@ -233,6 +233,8 @@ class Engine:
         self._sampling_batch: sampling.SamplingBatch | None = None
         self._outbox: list[Chunk] = []
         overlap = not config.disable_overlap_schedule
+        if config.disable_overlap_schedule is None and on_cpu and self.speculation is not None:
+            overlap = False  # knowing what a step's guesses came to is worth more there than what planning ahead saves (bench/spec.py)
         self.depth = int(overlap)  # steps in flight while the next is planned; at most `scheduler.reserve`
         self.worker = Worker(threaded=overlap and on_cpu)
         ends = contextlib.ExitStack()
@@ -654,7 +656,7 @@ class Engine:
         s = self.scheduler
         chosen = {"dtype": str(self.model.dtype).removeprefix("torch."), "device": self.device, "context_length": self.context_len,
                   "max_running_requests": s.max_running, "max_total_tokens": s.slots.capacity, "chunked_prefill_size": s.token_budget,
-                  "attention_backend": self.attention_backend, "threads": torch.get_num_threads(), "schedule_policy": s.policy_name}
+                  "disable_overlap_schedule": not self.depth, "attention_backend": self.attention_backend, "threads": torch.get_num_threads(), "schedule_policy": s.policy_name}
         if self.speculation is not None:
             chosen["speculative_eagle_topk"] = self.speculation.options.branches
         return {**asdict(self.config), **chosen}
