@@ -620,15 +620,17 @@ class Speculation:
         tokens, parents, scores = [], [], []
         for drafter in self.host:
             try:
-                more = drafter.propose(tree, req.node, rest, count)
-                for i, (token, parent, score) in enumerate(zip(*more, strict=True)):
+                made, begin = list(zip(*drafter.propose(tree, req.node, rest, count), strict=True)), len(tokens)
+                for i, (token, parent, score) in enumerate(made):
                     if not (0 <= token < self.vocab_size and -1 <= parent < i and 0 <= score <= 1):
                         raise ValueError(f"guess {i} is token {token} below guess {parent}, with a score of {score}")
             except Exception:
                 _complain(drafter)
                 continue
-            parents += [p + len(tokens) if p >= 0 else -1 for p in more[1]]
-            tokens, scores = tokens + more[0], scores + more[2]
+            for token, parent, score in made:
+                tokens.append(int(token))
+                parents.append(int(parent) + begin if parent >= 0 else -1)
+                scores.append(float(score))
         return tokens[:MAX_NODES - 1], parents[:MAX_NODES - 1], scores[:MAX_NODES - 1]
 
     def plan(self, reqs: list[Req], counts: np.ndarray, last: np.ndarray, limits: np.ndarray) -> Drafts:

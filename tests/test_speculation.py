@@ -4,6 +4,7 @@ failures, aborts, the last column; the distribution under rejection sampling."""
 import collections
 import random
 
+import numpy as np
 import pytest
 import torch
 
@@ -314,9 +315,23 @@ class NonsenseOnTheHost(RaisesOnTheHost):
         return [65, -1, 10**9, 66] * 40, [-1, 7, -3, 10**9] * 40, [float("nan")] * 160
 
 
+class Arrays(RaisesOnTheHost):
+    """Arrays for lists."""
+
+    def propose(self, tree, node, rest, count):
+        return np.array([65, 66]), np.array([-1, 0]), (0.9, 0.8)
+
+
+class Nothing(RaisesOnTheHost):
+    """Not even lists."""
+
+    def propose(self, tree, node, rest, count):
+        return None
+
+
 @pytest.mark.parametrize("page", [1, 16])
 @pytest.mark.parametrize("topk", [1, 4])
-@pytest.mark.parametrize("made", [Raises, RaisesOnTheHost, Branches, Nonsense, NonsenseOnTheHost], ids=lambda made: made.__name__)
+@pytest.mark.parametrize("made", [Raises, RaisesOnTheHost, Branches, Nonsense, NonsenseOnTheHost, Arrays, Nothing], ids=lambda made: made.__name__)
 def test_a_drafter_may_harm_its_guesses_and_never_a_text(path, reference, monkeypatch, made, topk, page):
     monkeypatch.setitem(spec.DRAFTERS, "own", made)
     for algorithm in ("own", "ngram+own"):
