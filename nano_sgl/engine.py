@@ -23,8 +23,8 @@ back and runs each request of the one that failed alone, until it is past the po
 engine goes on. Only a GPU that is lost ends it.
 
 This file alone holds text and tensors together. Cost: the longer of host and device a step, where in line it is their sum. Where it stops: on a
-CPU both want the interpreter lock and the same cores, so only the host's own time could be won (`bench/overlap.py`: next to nothing; a shorter switch
-interval of Python's makes no difference, for the kernels hold no lock). Source: SGLang's overlap scheduler (2024).
+CPU both want the interpreter lock and the same cores, so the host's own time at most could be won, and where all cores compute less is (`bench/overlap.py`):
+there the default is the plain loop. Source: SGLang's overlap scheduler (2024).
 """
 
 from __future__ import annotations
@@ -232,9 +232,7 @@ class Engine:
         self._sampling_key: tuple = ()
         self._sampling_batch: sampling.SamplingBatch | None = None
         self._outbox: list[Chunk] = []
-        overlap = not config.disable_overlap_schedule
-        if config.disable_overlap_schedule is None and on_cpu and self.speculation is not None:
-            overlap = False  # knowing what a step's guesses came to is worth more there than what planning ahead saves (bench/spec.py)
+        overlap = not (on_cpu if config.disable_overlap_schedule is None else config.disable_overlap_schedule)
         self.depth = int(overlap)  # steps in flight while the next is planned; at most `scheduler.reserve`
         self.worker = Worker(threaded=overlap and on_cpu)
         ends = contextlib.ExitStack()

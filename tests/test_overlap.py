@@ -427,7 +427,7 @@ def test_flags_that_make_no_sense_are_refused(path, flags):
 def test_on_and_off(path):
     before = len(workers())
     assert not engines.EngineConfig(model=str(path)).disable_overlap_schedule
-    for off, depth, threads in ((False, 1, 1), (True, 0, 0)):
+    for off, depth, threads in ((False, 1, 1), (True, 0, 0), (None, 0, 0)):  # a CPU chooses the plain loop
         engine = engines.make(path, disable_overlap_schedule=off, device="cpu")
         assert engine.depth == depth and len(workers()) == before + threads
         engine.shutdown()
