@@ -133,8 +133,8 @@ class EngineConfig:
         if "radix" in names and self.disable_radix_cache:
             raise ValueError("speculative_algorithm radix takes its guesses from the radix cache, which is disabled: leave one of them out")
         if self.speculative_acceptance == "rejection" and "radix" in names:
-            raise ValueError("speculative_acceptance rejection is wrong for guesses of radix: a request that is asked again with its seed would be judged "
-                             "with the noise that has made them; take target")
+            raise ValueError("speculative_acceptance rejection is wrong for guesses of radix: a request that is asked again with its seed would be "
+                             "judged with the noise that has made them; take target")
         if self.speculative_acceptance == "rejection" and ((self.speculative_eagle_topk or 1) > 1 or len(names) > 1):
             raise ValueError("speculative_acceptance rejection is for one chain of guesses, not for a tree: leave speculative_eagle_topk and + out, "
                              "or take target")

@@ -23,8 +23,8 @@ back and runs each request of the one that failed alone, until it is past the po
 engine goes on. Only a GPU that is lost ends it.
 
 This file alone holds text and tensors together. Cost: the longer of host and device a step, where in line it is their sum. Where it stops: on a
-CPU both want the interpreter lock and the same cores, so the host's own time at most could be won, and where all cores compute less is (`bench/overlap.py`):
-there the default is the plain loop. Source: SGLang's overlap scheduler (2024).
+CPU both want the interpreter lock and the same cores, so the host's own time at most could be won, and where all cores compute less is
+(`bench/overlap.py`): there the default is the plain loop. Source: SGLang's overlap scheduler (2024).
 """
 
 from __future__ import annotations
@@ -654,7 +654,8 @@ class Engine:
         s = self.scheduler
         chosen = {"dtype": str(self.model.dtype).removeprefix("torch."), "device": self.device, "context_length": self.context_len,
                   "max_running_requests": s.max_running, "max_total_tokens": s.slots.capacity, "chunked_prefill_size": s.token_budget,
-                  "disable_overlap_schedule": not self.depth, "attention_backend": self.attention_backend, "threads": torch.get_num_threads(), "schedule_policy": s.policy_name}
+                  "disable_overlap_schedule": not self.depth, "attention_backend": self.attention_backend, "threads": torch.get_num_threads(),
+                  "schedule_policy": s.policy_name}
         if self.speculation is not None:
             chosen["speculative_eagle_topk"] = self.speculation.options.branches
         return {**asdict(self.config), **chosen}

@@ -665,8 +665,8 @@ class Speculation:
         tree = made[0][0] if len(made) == 1 else merge(made, most)[0] if made else no_guesses(roots, most)
         wide = lambda part: F.pad(part, (0, max(most + 1 - part.shape[1], 0)))[:, :most + 1]
         room = torch.minimum(counts, limits - 1 - base).clamp(min=0)  # guesses for which there are slots
-        nodes = torch.arange(most + 1, device=rows.device)
-        tree = DraftTree(wide(tree.tokens).clamp(0, self.vocab_size - 1), torch.minimum(wide(tree.parents), nodes - 1).clamp(min=0),  # whoever made it
+        before = torch.arange(-1, most, device=rows.device)  # whoever made the tree: its tokens exist, and its parents come first
+        tree = DraftTree(wide(tree.tokens).clamp(0, self.vocab_size - 1), torch.minimum(wide(tree.parents), before).clamp(min=0),
                          tree.sizes.clamp(1, most + 1)).first(room)
         return Step(tree if self.branching else tree.chain(), base, at, row, node)
 

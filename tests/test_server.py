@@ -970,7 +970,8 @@ def test_a_config_holds_values_of_the_right_type_or_none(config, flags, words):
     ({"speculative_algorithm": "ngram", "speculative_ngram_max_match_window_size": 3, "speculative_ngram_min_match_window_size": 4}, "is 4, more than"),
     ({"speculative_algorithm": "ngram+radix", "disable_radix_cache": True}, "takes its guesses from the radix cache, which is disabled"),
     ({"speculative_algorithm": "ngram", "speculative_acceptance": "rejection", "speculative_eagle_topk": 2}, "one chain of guesses"),
-    ({"speculative_algorithm": "ngram+radix", "speculative_acceptance": "rejection"}, "one chain of guesses"),
+    ({"speculative_algorithm": "ngram+own", "speculative_acceptance": "rejection"}, "one chain of guesses"),
+    ({"speculative_algorithm": "radix", "speculative_acceptance": "rejection"}, "wrong for guesses of radix"),
     ({"speculative_algorithm": "ngram", "speculative_acceptance": "maybe"}, "one of target, rejection"),
     ({"speculative_algorithm": "ngram", "speculative_draft_length": "long"}, "one of adaptive, fixed"),
     ({"speculative_algorithm": "ngram", "speculative_num_draft_tokens": 64}, "an integer in [1, 63]"),
@@ -982,7 +983,7 @@ def test_flags_of_speculation_that_make_no_sense_are_refused(flags, words):
 
 
 @pytest.mark.parametrize("flags", [{"speculative_algorithm": "ngram", "disable_radix_cache": True},
-                                   {"speculative_algorithm": "radix", "speculative_acceptance": "rejection", "speculative_eagle_topk": 1},
+                                   {"speculative_algorithm": "ngram", "speculative_acceptance": "rejection", "speculative_eagle_topk": 1},
                                    {"speculative_algorithm": "ngram+radix", "speculative_ngram_min_match_window_size": 8}], ids=str)
 def test_flags_of_speculation_that_go_together(flags):
     EngineConfig(**flags)
