@@ -136,7 +136,8 @@ def compare(engines: dict[str, LLM], name: str, batch: int, repeats: int, tokens
     prompts = WORKLOADS[name](engines["none"])[:max(4, 3 * batch)]
     found = {label: Runs() for label in engines}
     for turn in range(repeats + 1):
-        for label, llm in engines.items():
+        labels = list(engines)
+        for label, llm in [(label, engines[label]) for label in labels[turn % len(labels):] + labels[:turn % len(labels)]]:  # nobody is always first
             play(llm, name, prompts, batch, tokens, found[label])
             if turn == 0:
                 found[label].seconds.clear()  # it warms up
