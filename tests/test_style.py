@@ -16,6 +16,8 @@ LEVELS = {  # imports point down: a module may import those of lower levels that
     "scheduler": {"radix", "waiting", "policies", "layout", "memory", "protocol"}, "spec": {"native", "radix", "sampling"},
     "config": {"protocol", "radix", "eviction", "policies"}, "events": {"radix"},
     "engine": {"config", "events", "protocol", "radix", "eviction", "weights", "kernels", "attention", "memory", "sampling", "model", "policies", "scheduler", "spec", "text"},
+    "rules": set(), "regex": {"rules"}, "schema": {"rules", "regex"}, "vocab": {"rules"}, "nodes": {"rules"},
+    "automaton": {"nodes", "rules", "vocab"}, "grammar": {"automaton", "nodes", "rules", "schema", "vocab"},
     "llm": {"engine", "config", "protocol", "chat", "radix"},
     "api": {"protocol", "chat"}, "process": {"protocol"}, "server": set(MODULES) - {"__init__", "__main__", "server"},
     "__init__": set(), "__main__": {"config", "protocol", "radix"},
