@@ -72,12 +72,14 @@ class NodeSet:
 
 class Template:
     """What becomes of a state below a node set. `tokens` int32 that end inside, `classes[cls[i]]` = (state, characters begun) there,
-    `source` the index of the position each began at (None: there is one); `exits` where the state may end and tokens go on."""
+    `source` the index of the position each began at (None: there is one); `exits` where the state may end and tokens go on. `exact`: from whichever
+    source."""
 
-    __slots__ = ("number", "tokens", "cls", "classes", "source", "exits")
+    __slots__ = ("number", "tokens", "cls", "classes", "source", "exits", "exact")
 
-    def __init__(self, number, tokens, cls, classes, source, exits):
-        self.number, self.tokens, self.cls, self.classes, self.source, self.exits = number, tokens, cls, classes, source, exits
+    def __init__(self, number, tokens, cls, classes, source, exits, exact):
+        self.number, self.tokens, self.cls, self.classes = number, tokens, cls, classes
+        self.source, self.exits, self.exact = source, exits, exact
 
 
 def spread(vocab: Vocab, nodes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -139,11 +141,15 @@ class Automaton:
             self.moves[q], self._flags[1, q] = moves, True
         return self.moves[q]
 
-    def template(self, q: int, starts: NodeSet, counted: bool) -> Template:
-        """What becomes of q below the positions. `counted`: q repeats a prefix code; how often it begins again is part of the class."""
+    def template(self, q: int, starts: NodeSet, counted: bool, marks: np.ndarray | None = None) -> Template:
+        """What becomes of q below the positions. `counted`: q repeats a prefix code; how often it begins again is part of the class. Of positions
+        that lie below each other, what comes to the same state is kept once, unless its sources have different `marks`."""
         found = starts.templates.get((q, counted))
-        if found is None:
-            found = starts.templates[q, counted] = self._walk(q, starts, counted)
+        if found is None or marks is not None and not found.exact:
+            found = self._walk(q, starts, counted, marks)
+            if marks is not None and not found.exact:
+                return found
+            starts.templates[q, counted] = found
             self.template_bytes += 600 + found.tokens.nbytes + found.cls.nbytes + (found.exits.nodes.nbytes * 3 if found.exits else 0)
         return found
 
@@ -159,7 +165,7 @@ class Automaton:
             self.template_bytes += known[0].nodes.nbytes
         return known[0]
 
-    def _walk(self, q: int, starts: NodeSet, counted: bool) -> Template:
+    def _walk(self, q: int, starts: NodeSet, counted: bool, marks: np.ndarray | None) -> Template:
         moves = self.expand(q)
         loop = q if counted and self.accepts[q] else self._loop(q) if counted else DEAD
         nodes, source = starts.kids(self.vocab, list(moves))
@@ -168,26 +174,52 @@ class Automaton:
         alive = alive[np.argsort(nodes[alive])]
         nodes, states, source = nodes[alive], states[alive], source[alive]
         count = np.full(nodes.size, int(q == loop), np.int32) if counted else None
-        if nodes.size and (self.vocab.end[nodes] - self.vocab.first[nodes]).sum() > self.vocab.size * MANY and _disjoint(self.vocab, nodes):
+        if not _disjoint(self.vocab, nodes):
+            return self._finish(starts, *self._walk_nested(nodes, states, source, count, loop, marks), exact=False)
+        if nodes.size and (self.vocab.end[nodes] - self.vocab.first[nodes]).sum() > self.vocab.size * MANY:
             return self._walk_many(starts, nodes, states, source, count, loop)
         return self._finish(starts, *self._walk_levels(nodes, states, source, count, loop))
+
+    def _grow(self, nodes, states, source, count, loop) -> tuple:
+        """The children that are alive."""
+        self._expand_all(states)
+        kids, parent = spread(self.vocab, nodes)
+        above = states.take(parent)
+        states = self.delta.reshape(-1).take((above << 8) + self.vocab.byte.take(kids))
+        alive = np.flatnonzero(states >= 0)
+        parent = parent.take(alive)
+        if count is not None:
+            count = count.take(parent) + (above.take(alive) == loop)
+        return kids.take(alive), states.take(alive), source.take(parent), count
 
     def _walk_levels(self, nodes, states, source, count, loop) -> tuple:
         """All positions that are reached from some, these included: (nodes, states, source, count or None)."""
         levels = []
         while nodes.size > SMALL or self._below(nodes) > FEW:
             levels.append((nodes, states, source, count))
-            self._expand_all(states)
-            kids, parent = spread(self.vocab, nodes)
-            above = states.take(parent)
-            states = self.delta.reshape(-1).take((above << 8) + self.vocab.byte.take(kids))
-            alive = np.flatnonzero(states >= 0)
-            nodes, states, parent = kids.take(alive), states.take(alive), parent.take(alive)
-            if count is not None:
-                count = count.take(parent) + (above.take(alive) == loop)
-            source = source.take(parent)
+            nodes, states, source, count = self._grow(nodes, states, source, count, loop)
         levels.append(self._walk_few(nodes, states, source, count, loop))
-        return tuple(np.concatenate(column) if column[0] is not None else None for column in zip(*levels))
+        return _stacked(levels)
+
+    def _walk_nested(self, nodes, states, source, count, loop, marks) -> tuple:
+        """The same from positions below each other: depth by depth, so that what meets in a state goes on once."""
+        first, levels = (nodes, states, source, count), []
+        here = tuple(None if column is None else column[:0] for column in first)
+        for start, stop in zip(self.vocab.levels[1:], self.vocab.levels[2:]):
+            level = slice(*np.searchsorted(nodes, (start, stop)).tolist())
+            if level.start < level.stop:
+                here = _stacked([here, tuple(None if column is None else column[level] for column in first)])
+            if here[0].size:
+                key = here[0].astype(np.int64) << 16 | here[1]
+                if count is not None:
+                    key = key << 12 | here[3]
+                if marks is not None:
+                    key = key << 13 | marks[here[2]] + 1
+                kept = np.unique(key, return_index=True)[1]
+                here = tuple(None if column is None else column[kept] for column in here)
+                levels.append(here)
+                here = self._grow(*here, loop)
+        return _stacked(levels)
 
     def _walk_many(self, starts: NodeSet, nodes, states, source, count, loop) -> Template:
         """The same where a good part of the vocabulary is reached: for every node of a level, by its parent's state, dead ones too. No position lies
@@ -266,7 +298,7 @@ class Automaton:
         columns = np.array(work, np.int32).T
         return columns[0], columns[1], columns[2], None if count is None else columns[3]
 
-    def _finish(self, starts: NodeSet, nodes, states, source, count) -> Template:
+    def _finish(self, starts: NodeSet, nodes, states, source, count, exact: bool = True) -> Template:
         """The template of all positions that were reached, each with its state."""
         vocab = self.vocab
         ends = np.flatnonzero(self._flags[0].take(states) & (vocab.kids[nodes] > 0))
@@ -279,11 +311,15 @@ class Automaton:
         else:
             at = vocab.first[nodes[inside]]
         key = states[inside] if count is None else states[inside].astype(np.int64) * 4096 + np.minimum(count[inside], 4095)
-        return self._template(vocab.order[at], key, count is not None, source[inside] if starts.nodes.size > 1 else None, exits)
+        return self._template(vocab.order[at], key, count is not None, source[inside] if starts.nodes.size > 1 else None, exits, exact)
 
-    def _template(self, tokens, key, counted: bool, source, exits: NodeSet | None) -> Template:
+    def _template(self, tokens, key, counted: bool, source, exits: NodeSet | None, exact: bool = True) -> Template:
         values, cls = distinct(key)
-        return Template(self._number(), tokens, cls, [divmod(v, 4096) if counted else (v, 0) for v in values], source, exits)
+        return Template(self._number(), tokens, cls, [divmod(v, 4096) if counted else (v, 0) for v in values], source, exits, exact)
+
+
+def _stacked(parts: list[tuple]) -> tuple:
+    return tuple(None if column[0] is None else np.concatenate(column) for column in zip(*parts))
 
 
 def _scatter(columns, at: np.ndarray, values) -> None:

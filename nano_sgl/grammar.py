@@ -47,8 +47,8 @@ from .nodes import NEVER, normalize
 from .rules import Byte, Cat, GrammarError, Ref, Repeat, Rules
 from .vocab import Vocab
 
-MAX_READINGS = 3000             # configurations of one state, frames below one place
-MAX_FOLLOWED = 2000             # configurations followed for one row
+MAX_READINGS = 1000             # configurations of one state, frames below one place
+MAX_FOLLOWED = 3000             # configurations followed for one row
 MAX_GRAMMAR_STATES = 50_000
 MAX_TABLE_BYTES = 256 << 20     # of a vocabulary's tables, templates not counted: then `Shared.full`
 MAX_TEMPLATE_BYTES = 96 << 20
@@ -610,9 +610,10 @@ class _RowBuilder:
 
     def _follow(self, config: tuple, starts: NodeSet, xs: np.ndarray | None) -> None:
         q, stack, loop, count = config
-        template = self.automaton.template(q, starts, bool(loop))
+        same = xs is None or bool((xs == xs[0]).all())
+        template = self.automaton.template(q, starts, bool(loop), None if same else xs)
         if template.tokens.size:
-            if xs is None or (xs == xs[0]).all():
+            if same:
                 x = -1 if xs is None else int(xs[0])
                 values = [self._inside(config, to, begun, x) for to, begun in template.classes]
                 if template.tokens.size > DENSE and _is_unique(template, self.tables.vocab.size):

@@ -35,6 +35,7 @@ from .rules import Byte, Cat, Expr, GrammarError, Or, Ref, Repeat, Rules
 
 EMPTY, NEVER = 0, 1             # the nodes of the empty text and of nothing at all
 MAX_DEPTH = 220                 # nesting of an expression: three times that of rules.py, and some
+MAX_INLINE = 60                 # nesting of a rule that is put where it is used
 MAX_PARTS = 400_000             # of a grammar
 MAX_PATHS = 5000                # rules that left recursion may turn into
 CHUNK = 32                      # parts of one Cat: longer ones become trees, so that no suffix is long
@@ -52,6 +53,7 @@ class Nodes:
         self.keys: list[tuple] = []
         self.nullable: list[bool] = []
         self.stacked: list[bool] = []               # has a Ref in it, or a leaf of grammar.py
+        self.depth: list[int] = []
         self._ids: dict[tuple, int] = {}
         self._linear: dict[int, tuple] = {}
         self._positive: dict[int, int] = {}
@@ -71,6 +73,8 @@ class Nodes:
             self.keys.append(key)
             self.nullable.append(nullable)
             self.stacked.append(stacked)
+            below = key[1:2] if key[0] in ("rep", "text", "counted") else key[1:] if key[0] in ("cat", "or") else ()
+            self.depth.append(1 + max((self.depth[part] for part in below), default=0))
         return node
 
     def byte(self, mask: int) -> int:
@@ -373,7 +377,7 @@ class _Normalizer:
             for rule in component:
                 node = self._replace(rules[rule], known)
                 rules[rule] = node = self._loop(rule, node) if rule in self.refs(node) else node
-                if not self.nodes.stacked[node]:
+                if not self.nodes.stacked[node] and self.nodes.depth[node] < MAX_INLINE:     # whoever walks it recurses
                     known[self.nodes.ref(rule)] = node
 
     def _loop(self, rule: int, node: int) -> int:

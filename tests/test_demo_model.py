@@ -160,7 +160,7 @@ def test_seeded_texts_are_the_same_with_guesses(llm, drafter):
     text = "The quick brown fox jumps over the lazy dog, and the lazy dog sleeps.\n"
     prompts = [COUNT, text * 3 + text[:20], "def add(a, b):\n    return a + b\n\ndef add(a, b):\n"]
     asked = [(prompt, SamplingParams(max_tokens=24, ignore_eos=True, logprobs=1, **kind)) for prompt in prompts for kind in kinds]
-    with LLM("demo", dtype="float32", max_total_tokens=8192, speculative_algorithm=drafter) as guessing:
+    with LLM("demo", dtype="float32", max_total_tokens=8192, speculative_algorithm=drafter, speculative_draft_length="fixed") as guessing:
         for turn in range(2):
             plain, guessed = (made.generate(*map(list, zip(*asked))) for made in (llm, guessing))
             for a, b in zip(plain, guessed):

@@ -151,7 +151,10 @@ def test_masks_are_those_of_brute_force(seed):
             patch.setattr(module, name, draw.choice(values))
         names = [f"r{i}" for i in range(draw.choice([1, 1, 2, 3]))]
         rules = Rules({name: draw_expr(draw, names, draw.choice([1, 2, 3])) for name in names}, "r0")
-        check_against_earley(rules, draw_vocab(draw), draw)
+        try:
+            check_against_earley(rules, draw_vocab(draw), draw)
+        except GrammarError as error:               # at some text: a refusal, which is rare, and no wrong mask
+            assert "too ambiguous" in error.message
 
 
 a, b, c, S, T, U = byte("a"), byte("b"), byte("c"), Ref("S"), Ref("T"), Ref("U")
@@ -399,6 +402,7 @@ FUZZ = {
     "left recursion through many": lambda: {
         f"r{i}": Or((Cat((Ref(f"r{(i + 1) % 40}"), a)), Cat((Ref(f"r{(i + 7) % 40}"), b)), b)) for i in range(40)},
     "recursion in counts": lambda: {"r0": Repeat(Or((Repeat(Ref("r0"), 0, 2), byte("ab"))), 3, None)},
+    "rules in rules": lambda: {f"r{i}": Or((Cat((a, Ref(f"r{i + 1}"), Repeat(b, 0, 3))), byte("b"))) for i in range(3000)} | {"r3000": a},
     "deep": lambda: {"r0": Or((b, Cat((a, Ref("r0"), b))))},
 }
 
@@ -414,13 +418,13 @@ def test_it_neither_hangs_nor_fills_the_memory(name):
         state = machine.start
         for _ in range(60):
             inside = sorted(allowed(machine, state) - {8})
-            if not inside or time.thread_time() - began > 12:
+            if not inside or time.thread_time() - began > 5:
                 break
             state = machine.step(state, draw.choice(inside[:3]))
         assert machine.tables.nbytes < 50 << 20
     except GrammarError as error:
         assert "too ambiguous" in error.message or "too large" in error.message or "too much" in error.message
-    assert time.thread_time() - began < 20
+    assert time.thread_time() - began < 15
 
 
 def test_a_full_library_is_left_to_its_grammars(monkeypatch):

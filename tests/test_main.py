@@ -29,6 +29,7 @@ class Terminal:
     def __init__(self, *flags: str):
         self.pid, self.fd = pty.fork()
         if self.pid == 0:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # ignored where a shell started the tests in the background; exec keeps that
             os.chdir(ROOT)
             os.environ["TERM"] = "xterm"
             os.execv(sys.executable, [sys.executable, "-m", "nano_sgl", *flags])
