@@ -14,17 +14,18 @@ spoken by its own `Answer`, so the engine knows nothing of JSON and a fourth dia
 
 Every field of a body is treated by one rule: it is obeyed, or refused by name with status 400, or listed in NO_EFFECT with the
 reason why it changes nothing here. A null is a field not given. Types and ranges are `protocol`'s; what is read here are only the
-routes' own names.
+routes' own names. OpenAI's response_format is one: {"type": "json_object"} is json_object: true; regex, ebnf and choice stand
+beside it, as in SGLang and vLLM. Whether a grammar compiles, the engine says, before it says anything else.
 
-Work is bounded before it is done: lists are counted before anything is built for their entries, and a text with more characters
-than the longest token times the context is refused before it is tokenised.
+Work is bounded before it is done: lists are counted before anything is built for their entries, a text with more characters
+than the longest token times the context is refused before it is tokenised, and grammars are counted once for each of their samples.
 
 Invariant: `usage` counts a prompt once however many samples it has; text, ids, logprobs of a choice are cut by the engine, never
 here.
 
 Cost: one tokenisation a prompt; about 20 us of JSON a chunk. Events of /generate hold all there is so far, so they are made once
-for all that has arrived, and each token's JSON once. Stops holding: text in, text out; tools and response formats are refused by
-name. Source: OpenAI's API reference (chat, completions, legacy logprobs), SGLang 0.5's /generate.
+for all that has arrived, and each token's JSON once. Stops holding: text in, text out; tools, JSON schemas and structural tags are
+refused by name. Source: OpenAI's API reference (chat, completions, legacy logprobs), SGLang 0.5's /generate.
 """
 
 from __future__ import annotations
@@ -42,13 +43,15 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from .chat import CHATML, ChatTemplate, Codec, Message, byte_tokenizer, read_messages
-from .protocol import ALIASES, Chunk, Logprob, Ready, Request, RequestError, SamplingParams, check_range, convert, refusal, show
+from .protocol import (ALIASES, GRAMMAR_FIELDS, Chunk, Logprob, Ready, Request, RequestError, SamplingParams, check_range, convert, refusal,
+                       show)
 
 log = logging.getLogger("nano_sgl")
 
 MAX_PROMPTS = 1024          # in one call
 MAX_CHOICES = 4096          # prompts times n in one call
 MAX_PROMPT_TOKENS = 1 << 22  # in one call, a prompt counted for each of its samples: each goes to the engine with a copy
+MAX_CALL_GRAMMARS = 1 << 22  # characters of grammars in one call, counted the same way; a string of a choice counts for one more
 MAX_INT_DIGITS = 400        # of an integer in a body; Python itself takes 4,300
 LOWEST_LOGPROB = -9999.0    # JSON has no infinity
 
@@ -67,12 +70,14 @@ NO_EFFECT = {
 # Fields that are known and not supported, with the values that mean "not used": those pass, any other value is refused by name.
 NOT_USED: dict[str, list] = {
     "tools": [[]], "tool_choice": ["none", "auto"], "functions": [[]], "function_call": ["none", "auto"],
-    "response_format": [{"type": "text"}], "modalities": [["text"]], "audio": [], "web_search_options": [],
+    "modalities": [["text"]], "audio": [], "web_search_options": [],
     "reasoning_effort": ["none"], "best_of": [1], "suffix": [""], "chat_template": [], "spaces_between_special_tokens": [True],
     "return_hidden_states": [False],
 }
 # Sampling fields that each route spells in its own way; all others a body may hold as they are.
 LOGPROB_FIELDS = {"logprobs", "prompt_logprobs", "logprob_start_len"}
+FORMATS = ("text", "json_object")                   # types of response_format
+FORMATS_TO_COME = ("json_schema", "structural_tag")
 
 
 # ----------------------------------------------------------------------------------------------------------- bodies: JSON -> Call
@@ -98,6 +103,7 @@ class ChatBody(Body, kw_only=True):
     """POST /v1/chat/completions."""
     messages: list[Message]
     stream_options: StreamOptions | None = None
+    response_format: dict[str, Any] | None = None
     max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: int | None = None
@@ -110,6 +116,7 @@ class CompletionBody(Body, kw_only=True):
     """POST /v1/completions. prompt: a text, the ids of one, or a list of either."""
     prompt: str | list[str | int | list[int]]
     stream_options: StreamOptions | None = None
+    response_format: dict[str, Any] | None = None
     echo: bool = False
     logprobs: int | None = None
 
@@ -205,6 +212,8 @@ def sort_fields(given: dict, kind: type[Body]) -> tuple[Body, dict]:
     for name, value in given.items():
         if name in own_names:
             own[name] = value
+        elif kind is GenerateBody and name in SamplingParams.__struct_fields__ and name not in LOGPROB_FIELDS:
+            raise RequestError(f"{name} belongs into sampling_params on this route, got {show(value)}", name)
         elif _is_used(name, value):
             (own if kind is GenerateBody or name in known_elsewhere else sampling)[name] = value
     for required in ("messages", "prompt"):
@@ -220,6 +229,33 @@ def _is_used(name: str, value: Any) -> bool:
     if name in NOT_USED:
         raise RequestError(f"{name} is not supported by this server; leave it out (got {show(value)})", name)
     return True
+
+
+def format_fields(wanted: dict[str, Any] | None, sampling: dict) -> dict[str, Any]:
+    """The sampling fields that a response_format stands for, beside those that were given. RequestError where there are none."""
+    name = "response_format"
+    if wanted is None:
+        return {}
+    kind = wanted.get("type")
+    if kind in FORMATS_TO_COME:
+        raise RequestError(f"{name} of type {kind!r} is not supported yet by this server; {' and '.join(map(repr, FORMATS))} are, and the fields "
+                           "regex, ebnf and choice constrain an output, too", name)
+    if kind not in FORMATS:
+        raise RequestError(f"{name}: its type must be one of {', '.join(map(repr, FORMATS))}; got {show(kind)}", name)
+    for extra in wanted.keys() - {"type"}:
+        raise RequestError(f"{name} of type {kind!r} has nothing but the type; got {show(extra)}: {show(wanted[extra])}", name)
+    if kind == "text":
+        return {}
+    for other in GRAMMAR_FIELDS:
+        if sampling.get(other, "") not in ("", True if other == "json_object" else ""):
+            raise RequestError(f"{name} and {other} are both given, and an output has one grammar: leave one of them out", name)
+    return {"json_object": True}
+
+
+def grammar_size(params: SamplingParams) -> int:
+    """Characters of a grammar, and one for each string of a choice."""
+    kind, text = params.grammar or ("", "")
+    return sum(map(len, text)) + len(text) if kind == "choice" else len(text or "")
 
 
 @dataclass(frozen=True)
@@ -290,7 +326,7 @@ class Reader:
         if body.max_completion_tokens not in (None, longest):
             raise RequestError(f"max_tokens and max_completion_tokens are two names for one thing; got {show(longest)} and "
                                f"{body.max_completion_tokens}, give one of them", "max_completion_tokens")
-        params = self._params(sampling, logprobs=(body.top_logprobs or 0) if body.logprobs else None)
+        params = self._params(body, sampling, logprobs=(body.top_logprobs or 0) if body.logprobs else None)
         return self._call(body, [Prompt(ids)], [params], ChatAnswer, "chatcmpl-")
 
     def completion(self, raw: bytes) -> Call:
@@ -298,7 +334,7 @@ class Reader:
         body, sampling = sort_fields(read_json(raw), CompletionBody)
         self._check(body)
         sampling.setdefault("max_tokens", 16)
-        params = self._params(sampling, logprobs=body.logprobs, prompt_logprobs=body.logprobs if body.echo else None)
+        params = self._params(body, sampling, logprobs=body.logprobs, prompt_logprobs=body.logprobs if body.echo else None)
         prompts = self._prompts(body.prompt, "prompt")
         return self._call(body, prompts, [params] * len(prompts), CompletionAnswer, "cmpl-")
 
@@ -319,7 +355,11 @@ class Reader:
             raise RequestError("top_logprobs_num needs return_logprob: true", "top_logprobs_num")
         if min(start) < -1:
             raise refusal("logprob_start_len", min(start), "-1 (logprobs of the output only) or a position in the prompt")
-        params = [self._native_params(*wanted) for wanted in zip(given, logprob, start, top)]
+        made: dict[tuple, SamplingParams] = {}  # what is one for all prompts is checked once
+        params = []
+        for wanted in zip(given, logprob, start, top):
+            key = (id(wanted[0]), *wanted[1:])
+            params.append(made[key] if key in made else made.setdefault(key, self._native_params(*wanted)))
         single = params[0].n == 1 and (isinstance(body.text, str) or body.text is None and isinstance(body.input_ids[0], int))
         return self._call(body, prompts, params, GenerateAnswer, "", single=single)
 
@@ -351,9 +391,9 @@ class Reader:
         if getattr(body, "stream_options", None) is not None and not body.stream:
             raise RequestError("stream_options is for stream: true", "stream_options")
 
-    def _params(self, sampling: dict, **logprobs: int | None) -> SamplingParams:
+    def _params(self, body: ChatBody | CompletionBody, sampling: dict, **logprobs: int | None) -> SamplingParams:
         """The parameters of an OpenAI route: the model's recommended values where the client gives none."""
-        params = SamplingParams.from_dict({**self.defaults, **sampling, **logprobs})
+        params = SamplingParams.from_dict({**self.defaults, **format_fields(body.response_format, sampling), **sampling, **logprobs})
         params.verify(self.ready.vocab_size, self.ready.context_len)
         return params
 
@@ -384,6 +424,10 @@ class Reader:
             raise RequestError(f"{sum(len(p.ids) for p in prompts)} prompt tokens with n = {max(p.n for p in params)} make "
                                f"{total} tokens, a prompt counted for each of its samples; at most {MAX_PROMPT_TOKENS} go into "
                                "one call", "n")
+        if (total := sum(grammar_size(p) * p.n for p in params)) > MAX_CALL_GRAMMARS:
+            kind = next(p.grammar[0] for p in params if p.grammar)
+            raise RequestError(f"{kind}: the grammars of this call make {total} characters, counted for each of its {sum(p.n for p in params)} "
+                               f"samples; at most {MAX_CALL_GRAMMARS} go into one call", kind)
         for name in ("cache_salt", "extra_key"):
             if "\0" in getattr(body, name):
                 raise RequestError(f"{name} must not hold a NUL character", name)

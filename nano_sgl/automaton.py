@@ -94,7 +94,7 @@ class Automaton:
     """Nodes, states and templates of one vocabulary, shared by all its grammars. `accepts[q]`: may end here; `goes_on[q]`: not only that."""
 
     def __init__(self, vocab: Vocab):
-        self.vocab, self.nodes = vocab, Nodes()
+        self.vocab, self.nodes = vocab, Nodes(vocab.alphabet)
         self.members: list[frozenset[int]] = []
         self.accepts: list[bool] = []
         self.goes_on: list[bool] = []

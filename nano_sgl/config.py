@@ -90,6 +90,11 @@ class EngineConfig:
                                                  "keeps its distribution", ("target", "rejection"))
     speculative_ngram_max_match_window_size: int = flag(8, "last tokens that ngram looks for at most", within=Range(1, 64, integer=True))
     speculative_ngram_min_match_window_size: int = flag(2, "last tokens that it must find again", within=Range(1, 64, integer=True))
+    constrained_json_whitespace: str = flag("fixed", 'blanks between the tokens of JSON: fixed is ", " and ": ", compact none, flexible up to 16',
+                                            ("fixed", "compact", "flexible"))
+    grammar_cache_size: int = flag(128, "compiled grammars that are kept for requests to come; 0 keeps none", within=Range(0, 10**6, integer=True))
+    grammar_compile_timeout: float = flag(30.0, "seconds after which a grammar that is still being compiled is refused",
+                                          within=Range(0, 10**6, open_low=True))
     kv_events: bool = flag(False, "record which blocks of KV are stored and removed, for readers in this process")
     kv_events_endpoint: str | None = flag(None, "ZeroMQ address to publish them at, such as tcp://127.0.0.1:5557; none by default")
     kv_events_replay_endpoint: str | None = flag(None, "address where subscribers get what they missed, as far as it is kept; none by default")
@@ -97,7 +102,7 @@ class EngineConfig:
 
     def __post_init__(self):
         check(self)
-        for name in ("dtype", "quantization", "speculative_draft_length", "speculative_acceptance"):
+        for name in ("dtype", "quantization", "speculative_draft_length", "speculative_acceptance", "constrained_json_whitespace"):
             value, choices = getattr(self, name), type(self).__dataclass_fields__[name].metadata["choices"]
             if value is not None and value not in choices:
                 raise ValueError(f"{name} is {value!r}, expected {'one of ' * (len(choices) > 1)}{', '.join(choices)}")

@@ -31,7 +31,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import heapq
 import itertools
 import logging
 import math
@@ -42,7 +41,7 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -52,22 +51,29 @@ import numpy as np
 import torch
 
 from . import attention, sampling, spec, weights
-from .memory import KVPool, Packed, Rows, SlotAllocator
 from .config import EngineConfig
+from .constraint import Compiling, Constraint, Constraints, Group, Walk, Walked, outcome, refusal
 from .eviction import EVICTION
 from .events import KVEvents
+from .grammar import Grammar
+from .masks import DEAD
+from .memory import KVPool, Packed, Rows, SlotAllocator
 from .model import ForwardBatch, Model, ModelConfig, load
-from .protocol import Chunk, Logprob, Request, SamplingParams, derive_seed
-from .radix import Node, Tree, draw
+from .protocol import Chunk, Logprob, Request, RequestError, SamplingParams, derive_seed
+from .radix import Tree, draw, view
 from .policies import POLICIES
 from .scheduler import Batch, Req, Scheduler
 from .text import TextStream
+from .vocab import Vocab
 
 log = logging.getLogger("nano_sgl")
 
 HEAD_ROWS = 256             # prompt logprobs: hidden states per call of the head, so that logits stay small
 CPU_POOL_TOKENS = 65_536
+NOT_FINITE = "the model's logits are not finite numbers (NaN or infinity)"
 SLOW_PATTERN = "stop_regex took too long to search the output"
+PREFETCHES = 4              # grammar rows that are built ahead of each new state, for a GPU
+IDLE_S = 0.005              # a step waits so long for grammars where there is nothing else to do
 SHUTDOWN_S = 60.0           # a job that is still running then is left behind
 
 
@@ -79,6 +85,7 @@ class Stream:
     unsent: Chunk                      # collects what has not been handed out
     prompt_logprobs: list[Logprob] | None = None
     record: spec.Record = field(default_factory=spec.Record)  # of the guesses at its text
+    constraint: Constraint | None = None      # where its grammar stands
 
 
 @dataclass
@@ -90,6 +97,7 @@ class Plan:
     may_run_over: bool                 # some row may be longer than what was asked for, since guesses in flight may be right
     columns: int                       # no row has more when the step has run, but for what it samples
     drafts: spec.Drafts | None         # the guesses that the step verifies
+    constraints: list[Constraint | None]  # of the rows that sample
 
 
 @dataclass
@@ -99,6 +107,7 @@ class Results:
     prompt: list[PromptPiece]
     judged: spec.Judged | None = None         # what was right of the step's guesses
     next: spec.Next | None = None             # the guesses for the next
+    walked: Walked | None = None              # where grammars stand
     marks: list = field(default_factory=list)  # of time: the step's begin, and where guesses were made begin and end of that
     copied: torch.cuda.Event | None = None    # None on CPU: results are where they belong
 
@@ -208,9 +217,9 @@ class Engine:
         num_slots = self._pool_size(config.max_total_tokens)
         slots = SlotAllocator(num_slots, config.page_size)
         columns = -(-min(self.context_len, slots.capacity) // config.page_size) * config.page_size
-        # Where a step may make several tokens, a request's end is known late: it runs over by a column for each step in flight, two at most; one
-        # more for what it samples then, and one for guesses that reach beyond (`_verify`)
-        self.rows = Rows(max_running, columns + 4 * (config.speculative_algorithm is not None), self.device)
+        # Where a step makes several tokens, or maybe none, a request's end is known late: it runs over by a column for each step in flight, two at
+        # most; one more for what it samples then, and one for guesses that reach beyond (`_verify`)
+        self.rows = Rows(max_running, columns + 4, self.device)
         self.kv = KVPool(slots.capacity, config.page_size, model.num_layers, model.num_kv_heads, model.head_dim, self.model.dtype, self.device)
         self.events: KVEvents | None = None  # what the tree stores and removes; to be read in any thread
         if config.kv_events or config.kv_events_endpoint:
@@ -228,9 +237,13 @@ class Engine:
         self.streams: dict[str, Stream] = {}
         self.flights: collections.deque[Flight] = collections.deque()
         self.speculation = self._speculation(max_running)
+        self.constraints = Constraints(partial(Vocab.from_tokenizer, self.tokenizer, self.end_ids, self.vocab_size), max_running + 1, self.device,
+                                       whitespace=config.constrained_json_whitespace, cache_size=config.grammar_cache_size,
+                                       timeout_s=config.grammar_compile_timeout, prefetches=0 if on_cpu else PREFETCHES)
         self._seeds = np.random.default_rng(secrets.randbits(63) if config.random_seed is None else config.random_seed)
         self._sampling_key: tuple = ()
         self._sampling_batch: sampling.SamplingBatch | None = None
+        self._groups: list[Group] = []
         self._outbox: list[Chunk] = []
         overlap = not (on_cpu if config.disable_overlap_schedule is None else config.disable_overlap_schedule)
         self.depth = int(overlap)  # steps in flight while the next is planned; at most `scheduler.reserve`
@@ -238,6 +251,7 @@ class Engine:
         ends = contextlib.ExitStack()
         if self.events is not None:
             ends.callback(self.events.close)
+        ends.callback(self.constraints.compiler.close)
         ends.callback(self.worker.close)
         self.shutdown = weakref.finalize(self, ends.close)  # called, collected or at exit: once
 
@@ -313,19 +327,48 @@ class Engine:
         request.verify(self.vocab_size, self.context_len)
         self.scheduler.validate(request)
 
+    def refused(self, request: Request) -> RequestError | None:
+        """Why the request's grammar is refused, if it is: waits until it is compiled. In any thread but the one that steps."""
+        return self.constraints.refused(request)
+
     def add(self, request: Request) -> None:
-        """Queue a request. RequestError where it cannot be served; nothing has changed then."""
+        """Queue a request. RequestError where it cannot be served; nothing has changed then. One whose grammar is not there yet waits for it first,
+        and if that is refused its only chunk says so."""
         self.validate(request)
+        if request.rid in self.constraints.waiting or request.rid in self.scheduler.reqs:
+            raise RequestError(f"request id {request.rid!r} is already in use", "rid")
+        compiled, params = self.constraints.compile(request), request.params
+        grammar = outcome(request, compiled) if compiled is not None and compiled.done() else None
+        if isinstance(grammar, RequestError):
+            raise grammar
+        seed = derive_seed(int(self._seeds.integers(2**63)) if params.seed is None else params.seed, request.index)
+        if compiled is None or grammar is not None:
+            self._queue(request, seed, grammar)
+        else:
+            self.constraints.waiting[request.rid] = Compiling(request, seed, compiled, self.scheduler.clock())
+
+    def _queue(self, request: Request, seed: int, grammar: Grammar | None) -> None:
         params, ids = request.params, request.prompt_ids
-        req = self.scheduler.add(request, derive_seed(int(self._seeds.integers(2**63)) if params.seed is None else params.seed, request.index))
-        prompt_logprobs = None
+        req, prompt_logprobs = self.scheduler.add(request, seed), None
         if params.prompt_logprobs is not None:
             prompt_logprobs = [Logprob(ids[0], None)] if params.logprob_start_len == 0 else []
         self.streams[request.rid] = Stream(req, TextStream(self.tokenizer, params, self.end_ids, req.max_new), Chunk(rid=request.rid),
-                                           prompt_logprobs)
+                                           prompt_logprobs, constraint=grammar and Constraint(grammar, grammar.start))
+
+    def _queue_compiled(self) -> None:
+        """Requests whose grammars are there join the queue; who has waited in vain is told."""
+        for one, found in self.constraints.compiled(self.scheduler.clock(), self.config.waiting_timeout):
+            if isinstance(found, RequestError):
+                reason = "abort" if found.status == 503 else "error"
+                self._outbox.append(Chunk(rid=one.request.rid, finish_reason=reason, error=found.message, status=found.status, param=found.param))
+            else:
+                self._queue(one.request, one.seed, found)
 
     def abort(self, rid: str) -> bool:
         """End a request in any state; its last chunk says "abort". False where it is not alive (any more)."""
+        if self.constraints.waiting.pop(rid, None) is not None:
+            self._outbox.append(Chunk(rid=rid, finish_reason="abort"))
+            return True
         if self.scheduler.abort(rid) is None:
             return False
         self._close(self.streams[rid], "abort")
@@ -333,7 +376,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.scheduler.has_work or self.flights or self._outbox)
+        return bool(self.scheduler.has_work or self.flights or self._outbox or self.constraints.waiting)
 
     @torch.inference_mode()
     def step(self) -> list[Chunk]:
@@ -341,11 +384,16 @@ class Engine:
         was nothing to do, or nothing is known yet."""
         self._use_device()
         self._end_late_requests()
+        self._queue_compiled()
+        for rid in self.constraints.release():
+            self.scheduler.hold(rid, False)
         batch = self.scheduler.next_batch(self._draft_lens())
         if batch is not None:
             self.flights.append(Flight(batch, self.worker.submit(self._job(batch))))
         if self.flights and (len(self.flights) > self.depth or batch is None):
             self._land()
+        elif batch is None and (self.constraints.waiting or self.constraints.held) and not self._outbox:
+            self.constraints.compiler.wait(IDLE_S)
         elif batch is None and self.has_work and not self._outbox:
             raise AssertionError(f"{len(self.scheduler.waiting)} requests wait, {len(self.scheduler.running)} run, and no step can be made")
         if self.events is not None:
@@ -385,21 +433,23 @@ class Engine:
         picked, drafts = np.flatnonzero(batch.samples), None
         if batch.draft_lens.any():
             drafts = self.speculation.plan([batch.reqs[i] for i in picked], batch.draft_lens[picked], ends[picked] - 1, batch.limits[picked])
+        begun = [(req.row, one.state) for req in batch.started if (one := self.streams[req.rid].constraint)]
         packed = Packed([*batch.writes.arrays(), *batch.writes.late(), batch.rows, batch.q_lens, batch.store_from, batch.limits, of_token, offset,
-                         ends - 1, picked, *(drafts.packed if drafts else ())], self.device)
+                         ends - 1, picked, *np.array(begun, np.int64).reshape(-1, 2).T, *(drafts.packed if drafts else ())], self.device)
         return Plan(work, packed, bool((batch.store_from > batch.starts).any()), bool((batch.kv_bounds > batch.limits).any()),
-                    int(batch.kv_bounds.max()) + 1, drafts)
+                    int(batch.kv_bounds.max()) + 1, drafts, [self.streams[batch.reqs[i].rid].constraint for i in picked])
 
     @torch.inference_mode()
     def _run(self, batch: Batch, plan: Plan) -> Results:
         """Run a step. Everything here is work in stream order; no value of the device is read, and of the host's only what the plan fixed:
         a request of the batch keeps its row until the step has landed, and gets no token before that."""
         began, rows, arrays = self._mark(), self.rows, plan.packed.send()
-        writes, copies, late, places, guessed = (arrays[a:b] for a, b in itertools.pairwise((0, 8, 10, 13, 21, len(arrays))))
+        writes, copies, late, places, begun, guessed = (arrays[a:b] for a, b in itertools.pairwise((0, 8, 10, 13, 21, 23, len(arrays))))
         row_ids, q_lens, _, _, _, _, last, picked = places
         rows.put(*writes)
         for req in batch.started:
             self.sampler.set_row(req.row, req.params, req.seed, req.prompt, req.output_ids, self.end_ids)
+        self.constraints.states[begun[0]] = begun[1]
         start = rows.length[row_ids].long()                        # [B] i64
         step, guesses = self._place(plan, places, guessed, start)
         hidden = self.model.forward(step, self.kv)                 # [T, E]
@@ -407,12 +457,18 @@ class Engine:
         rows.point(*late)
         results = Results(None, self._prompt_logprobs(batch, hidden), marks=[began])
         ends = start + q_lens                                      # [B] i64 each row's length after the step
-        if guesses is not None:
-            ends[picked] = self._verify(guesses, hidden, row_ids[picked], self._sampling_params(batch), results)
-        elif len(picked):
-            logits = self.model.logits(hidden[last[picked]])       # [S, V] f32
-            results.sampled = self.sampler.sample(logits, ends[picked], self._sampling_params(batch))
-            rows.tokens[row_ids[picked], ends[picked]] = results.sampled.tokens.to(torch.int32)
+        if len(picked):
+            logits = self.model.logits(hidden[last[picked] if guesses is None else guesses.at])  # [S or M, V] f32
+            params = self._sampling_params(batch, plan)
+            walk = Walk(self.constraints, self._groups, row_ids[picked], guesses) if self._groups else None
+            if guesses is not None:
+                ends[picked] = self._verify(guesses, logits, row_ids[picked], params, walk, results)
+            else:
+                results.sampled = self.sampler.sample(logits, ends[picked], params, walk and walk.mask())
+                rows.tokens[row_ids[picked], ends[picked]] = results.sampled.tokens.to(torch.int32)
+                if walk is not None:
+                    results.walked = walk.finish(results.sampled.tokens)
+                    ends[picked] -= results.walked.missed.long()
         if self.speculation is not None and len(picked):
             self._draft(row_ids[picked], ends[picked] + 1, plan, results)
         rows.length[row_ids] = ends.to(torch.int32)
@@ -445,16 +501,20 @@ class Engine:
         context = self.attention.prepare(plan.attention, rows.table, cols, *tree)
         return ForwardBatch(ids, positions, slots, (self.attention, context)), guesses
 
-    def _verify(self, guesses: spec.Step, hidden: torch.Tensor, rows: torch.Tensor, params: sampling.SamplingBatch, results: Results) -> torch.Tensor:
+    def _verify(self, guesses: spec.Step, logits: torch.Tensor, rows: torch.Tensor, params: sampling.SamplingBatch, walk: Walk | None,
+                results: Results) -> torch.Tensor:
         """Sample at every node of a step with guesses, and keep what was right: tokens and KV of the rows ([S] i64). Returns their lengths."""
         tree, table, nodes = guesses.tree, self.rows.table, torch.arange(guesses.tree.tokens.shape[1], device=self.device)
         rejects = self.config.speculative_acceptance == "rejection"
-        sampled = self.sampler.sample(self.model.logits(hidden[guesses.at]), guesses.positions + 1, params,
+        sampled = self.sampler.sample(logits, guesses.positions + 1, params, walk and walk.mask(),
                                       branch=guesses.branch() if params.penalised else None, guesses=guesses.next_of_chain() if rejects else None)
         targets = torch.zeros_like(tree.tokens)
         targets[guesses.row, guesses.node] = sampled.tokens
-        found = spec.verify(tree, targets)
-        taken = nodes <= found.counts[:, None]                     # [S, N] bool
+        found = spec.verify(tree if walk is None else walk.tree(), targets)
+        taken, lens = nodes <= found.counts[:, None], found.counts + 1  # [S, N] bool, [S] i64
+        if walk is not None:
+            results.walked = walk.finish(*(part.gather(1, found.counts[:, None])[:, 0] for part in (found.tokens, found.order)))
+            taken, lens = taken & ~results.walked.missed[:, None], lens - results.walked.missed.long()
         if params.penalised:
             self.sampler.count(rows[:, None].expand_as(taken), found.tokens, taken.float())
         cols = (guesses.base[:, None] + nodes).clamp(max=table.shape[1] - 2)   # [S, N] i64; beyond what a row knows stands anything
@@ -470,7 +530,7 @@ class Engine:
                 self.kv.copy(pick(sources).long(), pick(slots).long())
         results.sampled = sampled
         results.judged = spec.Judged(found.order, found.counts, tree.sizes - 1, tree.depth.amax(1))
-        return guesses.base + 1 + found.counts
+        return guesses.base + lens
 
     def _draft(self, rows: torch.Tensor, known: torch.Tensor, plan: Plan, results: Results) -> None:
         """Guess how rows go on that have sampled; `known` tokens of each are there."""
@@ -479,12 +539,13 @@ class Engine:
         results.next = spec.Next(*self.speculation.draft(rows, tokens, known))
         results.marks.append(self._mark())
 
-    def _sampling_params(self, batch: Batch) -> sampling.SamplingBatch:
+    def _sampling_params(self, batch: Batch, plan: Plan) -> sampling.SamplingBatch:
         reqs, counts = [batch.reqs[i] for i in np.flatnonzero(batch.samples)], (batch.draft_lens[batch.samples] + 1).tolist()
         key = *((req, req.row) for req in reqs), *counts  # a request id may come back with other parameters
         if key != self._sampling_key:
             self._sampling_key = key
             self._sampling_batch = self.sampler.batch([(req.row, req.params, req.prompt_len) for req in reqs], counts)
+            self._groups = self.constraints.groups(list(zip(plan.constraints, counts)))
         return self._sampling_batch
 
     def _prompt_logprobs(self, batch: Batch, hidden: torch.Tensor) -> list[PromptPiece]:
@@ -537,11 +598,13 @@ class Engine:
         """The results of a step reach the host: text and stop conditions here, memory in the scheduler. What goes wrong with one request ends
         that request alone."""
         sampled, outcomes = self._sampled(batch, results), self._outcomes(results)
+        walked = iter(()) if results.walked is None else zip(results.walked.states.tolist(), results.walked.missed.tolist())
         self._take_prompt_logprobs(results.prompt)
         tokens, finished, spoiled, paths = [], [], [], []
         for req, samples, complete in zip(batch.reqs, batch.samples.tolist(), batch.complete.tolist()):
             new, logprobs, bad, path = next(sampled) if samples else ([], None, False, [])
             outcome = next(outcomes) if samples and results.next is not None else None
+            state, missed = next(walked) if samples and results.walked is not None else (DEAD, False)
             stream = self.streams.get(req.rid)
             kept, reason, error = 0, None, None
             if stream is None or stream.req is not req:
@@ -551,8 +614,11 @@ class Engine:
                 if outcome is not None and kept:
                     self.speculation.learn(stream.record, outcome, new, kept, first=not req.output_ids)
                 if bad and not reason:
-                    reason, error = "error", "the model's logits are not finite numbers (NaN or infinity)"
-                    spoiled.append(req)
+                    reason, error = "error", self.constraints.why_stuck(stream.constraint, req.request, stream.text.count, new) or NOT_FINITE
+                    if error is NOT_FINITE:
+                        spoiled.append(req)
+                elif stream.constraint is not None and not reason:
+                    reason, error = self._follow(stream, state, missed, new)
             elif complete and req.max_new == 0:
                 reason = "length"
             if reason and reason != "gone":
@@ -585,8 +651,9 @@ class Engine:
         else:
             paths = [order[:count + 1] for order, count in zip(judged.order.tolist(), judged.counts.tolist())]
         sizes = batch.draft_lens[batch.samples] + 1
-        for req, path, first in zip(reqs, paths, (np.cumsum(sizes) - sizes).tolist()):
-            at = [first + node for node in path]
+        missed = [False] * len(reqs) if results.walked is None else results.walked.missed.tolist()
+        for path, first, none in zip(paths, (np.cumsum(sizes) - sizes).tolist(), missed):
+            at = [] if none else [first + node for node in path]
             good = next((i for i, k in enumerate(at) if bads[k]), len(at))
             yield [ids[k] for k in at[:good]], logprobs and [logprobs[k] for k in at[:good]], good < len(at), path[1:]
 
@@ -598,8 +665,17 @@ class Engine:
         seconds = (lambda a, b: b - a) if self.device == "cpu" else (lambda a, b: a.elapsed_time(b) / 1000)
         return self.speculation.outcomes(results.judged, results.next, seconds(drafting, drafted), seconds(began, drafting))
 
+    def _follow(self, stream: Stream, state: int, missed: bool, new: list[int]) -> tuple[str | None, RequestError | None]:
+        """A request with a grammar has got new tokens, or none because a row was missing: (finish reason, error)."""
+        if state == DEAD:  # an end, although ends are ignored: nothing else may come
+            stream.text.stop_reason = new[-1]
+            return "stop", None
+        error = self.constraints.learn(stream.req.rid, stream.constraint, state, missed, len(new))
+        self.scheduler.hold(stream.req.rid, stream.req.rid in self.constraints.held)
+        return ("error", refusal(stream.req.request, error)) if error is not None else (None, None)
+
     @staticmethod
-    def _advance(stream: Stream, tokens: list[int], logprobs: list[Logprob] | None) -> tuple[int, str | None, str | None]:
+    def _advance(stream: Stream, tokens: list[int], logprobs: list[Logprob] | None) -> tuple[int, str | None, RequestError | str | None]:
         """Feed a request the tokens of one step, up to the one that ends it: (how many, finish reason, error)."""
         reason, error, kept = None, None, 0
         for token in tokens:
@@ -607,7 +683,7 @@ class Engine:
             try:
                 reason = stream.text.push(token)
             except TimeoutError:
-                reason, error = "error", SLOW_PATTERN
+                reason, error = "error", RequestError(SLOW_PATTERN, "stop_regex")
             except Exception as fault:
                 log.exception("request %s: its text failed", stream.req.rid)
                 reason, error = "error", f"the text of the output failed: {fault}"
@@ -627,15 +703,16 @@ class Engine:
         chunk.prompt_logprobs, stream.prompt_logprobs = stream.prompt_logprobs, None
         return chunk
 
-    def _close(self, stream: Stream, reason: str, error: str | None = None, status: int = 500) -> None:
-        """The last chunk of a request."""
+    def _close(self, stream: Stream, reason: str, error: RequestError | str | None = None, status: int = 500) -> None:
+        """The last chunk of a request. error: why, a RequestError where the client is to blame."""
         chunk = self._take(stream, final=True)
         chunk.finish_reason, chunk.stop_reason, chunk.error, chunk.status = reason, stream.text.stop_reason, error, status
+        if isinstance(error, RequestError):
+            chunk.error, chunk.status, chunk.param = error.message, error.status, error.param
         if self.speculation is not None:
             chunk.speculation = stream.record.summary()
-        if error == SLOW_PATTERN:
-            chunk.param, chunk.status = "stop_regex", 400
         self._outbox.append(chunk)
+        self.constraints.forget(stream.req.rid)
         del self.streams[stream.req.rid]
 
     # ------------------------------------------------------------------------------------------------------------- housekeeping
@@ -665,37 +742,11 @@ class Engine:
         s = self.scheduler
         guesses = {} if self.speculation is None else self.speculation.total.summary()
         return {"running": len(s.running), "waiting": len(s.waiting), "kv_capacity": s.slots.capacity, "kv_free": s.slots.available,
-                "kv_cached": s.tree.evictable, "kv_locked": s.tree.protected, **vars(s.counters), **guesses}
+                "kv_cached": s.tree.evictable, "kv_locked": s.tree.protected, **vars(s.counters), **guesses, **self.constraints.stats()}
 
     def tree_view(self, max_nodes: int = 500, width: int = 60) -> dict:
-        """The tree as plain data: its `max_nodes` most used nodes (hits, and requests that wait), depth first, with at most `width` characters
-        of each one's text. `parent` is an index into `nodes`; `left_out` counts children that are not shown. Costs their siblings a heap entry."""
-        tree, ticks, shown = self.scheduler.tree, itertools.count(), set()
-        heap: list[tuple[int, int, Node]] = []
-
-        def offer(nodes: Iterable[Node]) -> None:
-            for node in nodes:
-                heapq.heappush(heap, (-node.hits - node.waiters, next(ticks), node))
-
-        for root in tree.roots.values():
-            offer(root.children.values())
-        while heap and len(shown) < max_nodes:
-            node = heapq.heappop(heap)[2]
-            shown.add(node)
-            offer(node.children.values())
-        nodes, stack = [], [(node, None) for root in tree.roots.values() for node in root.children.values() if node in shown][::-1]
-        while stack:
-            node, parent = stack.pop()
-            below = [child for child in node.children.values() if child in shown]
-            stack += [(child, len(nodes)) for child in reversed(below)]
-            text = self.tokenizer.decode(node.tokens[:width].tolist())
-            text = text[:width - 3] + "..." if len(text) > width or node.end - node.start > width else text
-            nodes.append({"parent": parent, "namespace": node.namespace, "start": node.start, "tokens": node.end - node.start, "text": text,
-                          "where": "ghost" if node.is_ghost else "device", "locks": node.locks, "hits": node.hits, "waiters": node.waiters,
-                          "left_out": len(node.children) - len(below)})
-        left_out = sum(len(root.children) for root in tree.roots.values()) - sum(node["parent"] is None for node in nodes)
-        return {"page_size": tree.page_size, "cached_tokens": tree.total, "locked_tokens": tree.protected,
-                "shown_tokens": sum(node["tokens"] for node in nodes if node["where"] == "device"), "left_out": left_out, "nodes": nodes}
+        """The cache as plain data: `radix.view`."""
+        return view(self.scheduler.tree, self.tokenizer.decode, max_nodes, width)
 
     def synchronize(self) -> None:
         """Wait until every launched step has run. What it left is processed by the next calls of `step`."""
@@ -717,7 +768,8 @@ class Engine:
                 continue
             row, tree = req.row, self.scheduler.tree
             length = int(self.rows.length[row])
-            assert 0 <= length - req.computed_len <= req.guessed, f"{req.rid}: device length {length}, expected {req.computed_len} (+ {req.guessed})"
+            fits = 0 <= length - req.computed_len <= req.guessed or req.leaving == "done"  # what that one still makes is not looked at
+            assert fits, f"{req.rid}: device length {length}, expected {req.computed_len} (+ {req.guessed})"
             path = np.concatenate([tree.slots(req.node), np.array(req.own, np.int32)]) if req.node.end else np.array(req.own, np.int32)
             table = self.rows.table[row, :len(path)].cpu().numpy()
             sure = min(req.computed_len, req.known_len)  # behind, guesses in flight may have changed places
@@ -737,7 +789,7 @@ def _to_host(results: Results) -> Results:
         return replace(part, **{name: torch.empty(value.shape, dtype=value.dtype, pin_memory=True).copy_(value, non_blocking=True)
                                 for name, value in tensors.items()})
     copied = torch.cuda.Event()
-    parts = {name: None if (part := getattr(results, name)) is None else copies(part) for name in ("sampled", "judged", "next")}
+    parts = {name: None if (part := getattr(results, name)) is None else copies(part) for name in ("sampled", "judged", "next", "walked")}
     results = Results(prompt=[copies(piece) for piece in results.prompt], marks=results.marks, copied=copied, **parts)
     copied.record()
     return results

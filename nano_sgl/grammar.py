@@ -55,6 +55,7 @@ MAX_TEMPLATE_BYTES = 96 << 20
 MAX_OVERRIDES = 4096            # of a row: one with more gets a map of its own
 MAX_FORCED = 1024               # bytes that `forced` looks ahead
 DENSE = 768                     # tokens from which a template is worth a map
+COMPARED = 64                   # readings that are compared with each other, to leave out what others cover
 MAX_JOINT = 3                   # templates in one map
 INF = (1 << 31) - 1
 COUNT_SHIFT = 32                # a state is index | count << 32
@@ -91,6 +92,11 @@ class Pool:
         self.size += len(items)
         return start
 
+    def since(self, start: int) -> np.ndarray:
+        """What was appended from `start` on; may be asked without the lock: what is being appended at this moment is not there yet."""
+        size = self.size        # first: an array got later holds at least as much
+        return self._data[start:size]
+
 
 class Tables:
     """All that a device needs, for all grammars of a vocabulary. Everything is appended; nothing changes but a state's entry, once, when its row is
@@ -109,6 +115,7 @@ class Tables:
         self.lines, self.states = Pool(4), Pool(5)
         self.lines.append(np.array([[1, 0, -1, 0]]))
         self.rows: list[Row | None] = []            # by state
+        self.built: list[int] = []                  # the states whose rows are whole, in the order in which they became so
 
     @property
     def nbytes(self) -> int:
@@ -133,6 +140,7 @@ class Tables:
         self.over_value.append(row.over_values)
         self.states.array[state, :4] = row.map, vec, over, over + len(row.over_tokens)
         self.rows[state] = row
+        self.built.append(state)                    # last: masks.py reads without the lock, and what is here must be whole
 
     def allowed(self, values: np.ndarray, count: int | np.ndarray) -> np.ndarray:
         """For each value the line that holds, 0 if none does. `count`: one, or one for each value."""
@@ -202,11 +210,12 @@ class Grammar:
         self._automaton, self._nodes = shared.automaton, shared.automaton.nodes
         self._rules, start = normalize(self._nodes, rules)
         if start == NEVER:
-            raise GrammarError("nothing matches the grammar", "grammar", rules.start)
+            raise GrammarError("the grammar matches nothing that the model's tokens can write", "grammar", rules.start)
         self._cut: dict[int, int] = {}                              # rule -> its node, cut into pieces
         self._first: dict[int, list[tuple[int, tuple[int, ...]]]] = {}
         self._stacks: list[frozenset] = []                          # stack -> {(frame, stack below)}: a set, for ambiguity
         self._stack_ids: dict[frozenset, int] = {}
+        self._covered: dict[tuple[int, int], bool] = {}
         self._follow: dict[int, int] = {}
         self._sets: list[tuple[bool, tuple]] = []                   # set -> (may end, configurations (q, stack, loop, count))
         self._set_ids: dict[tuple, int] = {}
@@ -321,10 +330,54 @@ class Grammar:
     def _stack(self, frames: frozenset) -> int:
         found = self._stack_ids.get(frames)
         if found is None:
-            if len(frames) > MAX_READINGS:
+            needed = self._needed(frames) if len(frames) > 1 else frames
+            if len(needed) > MAX_READINGS:
                 raise GrammarError(f"the grammar is too ambiguous: more than {MAX_READINGS} ways to go on", "grammar")
-            found = self._stack_ids[frames] = len(self._stacks)
-            self._stacks.append(frames)
+            found = self._stack_ids.get(needed)
+            if found is None:
+                found = self._stack_ids[needed] = len(self._stacks)
+                self._stacks.append(needed)
+            self._stack_ids[frames] = found
+        return found
+
+    def _needed(self, frames: frozenset) -> frozenset:
+        """The frames without those that others cover: what x{0,7} may match, x{0,8} matches, too."""
+        by_item: dict[int, list[tuple[int, int]]] = {}
+        for frame, below in frames:
+            by_item.setdefault(self._bounds(frame)[0], []).append((frame, below))
+        needed = []
+        for same in by_item.values():
+            kept: list[tuple[int, int]] = []
+            for one in sorted(same, key=lambda one: -self._bounds(one[0])[2]) if len(same) < COMPARED else same:
+                if len(same) >= COMPARED or not any(self._frame_covers(other, one, 4) for other in kept):
+                    kept.append(one)
+            needed += kept
+        return frozenset(needed) if len(needed) < len(frames) else frames
+
+    def _bounds(self, frame: int) -> tuple[int, int, float]:
+        """A frame as a repeat: (item, low, high)."""
+        kind, *parts = self._nodes.keys[frame] if frame >= 0 else ("done",)
+        return (parts[0], parts[1], INF if parts[2] is None else parts[2]) if kind == "rep" else (frame, 1, 1)
+
+    def _frame_covers(self, one: tuple[int, int], other: tuple[int, int], depth: int) -> bool:
+        if one[0] != other[0]:
+            item, low, high = self._bounds(one[0])
+            item_2, low_2, high_2 = self._bounds(other[0])
+            if item != item_2 or low > low_2 or high < high_2:
+                return False
+        return self._covers(one[1], other[1], depth - 1)
+
+    def _covers(self, one: int, other: int, depth: int = 4) -> bool:
+        """Whether a stack allows all that another does; never wrongly true."""
+        if one == other:
+            return True
+        found = self._covered.get((one, other))
+        if found is None:
+            ours, theirs = self._stacks[one], self._stacks[other]
+            found = depth > 0 and len(ours) * len(theirs) < COMPARED and all(
+                any(self._frame_covers(mine, frame, depth) for mine in ours) for frame in theirs)
+            if depth >= 4 or found:
+                self._covered[one, other] = found
         return found
 
     def _push(self, frame: int, stack: int) -> int:
@@ -418,6 +471,8 @@ class Grammar:
             other = merged.setdefault((q, loop, count), stack)
             if other != stack:
                 merged[q, loop, count] = self._stack(self._stacks[other] | self._stacks[stack])
+        if len(merged) > 1 and any(key[1] for key in merged):
+            merged = self._uncovered(merged)
         key = may_end, frozenset((q, stack, loop, count) for (q, loop, count), stack in merged.items())
         found = self._set_ids.get(key)
         if found is None:
@@ -426,6 +481,20 @@ class Grammar:
             found = self._set_ids[key] = len(self._sets)
             self._sets.append((may_end, tuple(sorted(key[1]))))
         return found
+
+    def _uncovered(self, merged: dict[tuple[int, int, int], int]) -> dict[tuple[int, int, int], int]:
+        """Without the places in a repeat that have come further than others, which may go on in the same ways and longer."""
+        enough: dict[tuple[int, int], list[int]] = {}               # stacks of those that need no more turns
+        kept = {}
+        for (q, loop, count), stack in sorted(merged.items()):
+            if loop and count >= 0:
+                before = enough.setdefault((q, loop), [])
+                if any(self._covers(other, stack) for other in before):
+                    continue
+                if count >= self._loops[loop][1] and len(before) < COMPARED:
+                    before.append(stack)
+            kept[q, loop, count] = stack
+        return kept
 
     def _union(self, a: int, b: int) -> int:
         if a == b:
@@ -571,7 +640,8 @@ class _RowBuilder:
         self.dense: list[tuple[Template, list[int]]] = []
         self.sparse: list[tuple[np.ndarray, np.ndarray]] = []
         self.followed = 0
-        self.pending: dict[tuple, list[tuple[NodeSet, np.ndarray | None]]] = {}
+        self.pending: dict[tuple, list[tuple[int, NodeSet, np.ndarray | None]]] = {}    # (q, loop, count) -> (stack, positions, xs)
+        self.done: dict[tuple, list[tuple[int, NodeSet, np.ndarray | None]]] = {}
         if self.automaton.template_bytes > MAX_TEMPLATE_BYTES:
             self.automaton.root.templates.clear()
             self.automaton.template_bytes = 0
@@ -585,25 +655,72 @@ class _RowBuilder:
                 self._later(self._after(stack), root, np.zeros(1, np.int32) if count == REGISTER else None)
         while self.pending:
             wave, self.pending = self.pending, {}
-            self.followed += len(wave)
-            if self.followed > MAX_FOLLOWED:
-                raise GrammarError(f"the grammar is too ambiguous: more than {MAX_FOLLOWED} readings of the tokens after a text", "grammar")
-            for config, sources in wave.items():
-                self._follow(config, *(sources[0] if len(sources) == 1 else self._merge(sources)))
+            for (q, loop, count), sources in wave.items():
+                for stack, starts, xs in self._fresh((q, loop, count), sources):
+                    self.followed += 1
+                    if self.followed > MAX_FOLLOWED:
+                        raise GrammarError(f"the grammar is too ambiguous: more than {MAX_FOLLOWED} readings of the tokens after a text", "grammar")
+                    self._follow((q, stack, loop, count), starts, xs)
         return self._assemble()
+
+    def _fresh(self, place: tuple, sources: list) -> list[tuple[int, NodeSet, np.ndarray | None]]:
+        """What of (stack, positions, xs) is to be followed: one stack for the same positions, positions with the same stack together, and none that
+        an earlier wave has followed with a stack that allows as much."""
+        if len(sources) > 1:
+            stacks: dict[tuple[int, int], list] = {}
+            for stack, starts, xs in sources:
+                stacks.setdefault((id(starts), id(xs)), [starts, xs, set()])[2].add(stack)
+            places: dict[int, list] = {}
+            for starts, xs, some in stacks.values():
+                stack = some.pop() if len(some) == 1 else self.grammar._stack(frozenset().union(*map(self.grammar._stacks.__getitem__, some)))
+                places.setdefault(stack, []).append((starts, xs))
+            sources = [(stack, *self._merge(found)) for stack, found in places.items()]
+        elif sources[0][1].nodes.size > 64:
+            sources = [(sources[0][0], *self._merge([sources[0][1:]]))]
+        done = self.done.setdefault(place, [])
+        sources = [left for source in sources if (left := self._left(*source, done))[1].nodes.size]
+        done += sources
+        return sources
+
+    def _left(self, stack: int, starts: NodeSet, xs: np.ndarray | None, done: list) -> tuple[int, NodeSet, np.ndarray | None]:
+        """The positions that were not followed before with a stack, and a condition, that allow as much; all of them if that is most."""
+        before = [(other.nodes, more) for below, other, more in done if self.grammar._covers(below, stack)]
+        if not before:
+            return stack, starts, xs
+        width = 2 + max(int(more.max()) if more is not None else 0 for _, more in [*before, (None, xs)])
+        seen = np.zeros((self.tables.vocab.byte.size, width), bool)
+        for nodes, more in before:
+            if more is None:
+                seen[nodes] = True
+            else:
+                seen[nodes, more + 1] = True
+                seen[nodes[more < 0]] = True
+        if self.low <= 1:                           # fewer characters begun are better, but none: there must have been one
+            np.logical_or.accumulate(seen[:, 2:], axis=1, out=seen[:, 2:])
+        left = ~seen[starts.nodes, 0 if xs is None else xs + 1]
+        if left.mean() > 0.5:
+            return stack, starts, xs
+        return stack, NodeSet(starts.nodes[left]), None if xs is None else xs[left]
 
     def _merge(self, sources: list[tuple[NodeSet, np.ndarray | None]]) -> tuple[NodeSet, np.ndarray | None]:
         """Several sets of positions as one, each position (with the same x) once."""
-        if all(xs is None for _, xs in sources):
+        if len(sources) == 1 and sources[0][0].nodes.size <= 64:
+            return sources[0]
+        if all(xs is None or not (xs >= 0).any() for _, xs in sources):
             return self.automaton.merged([starts for starts, _ in sources]), None
         xs = np.concatenate([np.full(starts.nodes.size, -1, np.int32) if xs is None else xs for starts, xs in sources])
         keys = np.sort(np.concatenate([starts.nodes for starts, _ in sources]).astype(np.int64) * 8192 + xs + 1)
         keys = keys[np.concatenate([[True], keys[1:] != keys[:-1]])]
-        return NodeSet((keys >> 13).astype(np.int32)), ((keys & 8191) - 1).astype(np.int32)
+        nodes, xs = (keys >> 13).astype(np.int32), ((keys & 8191) - 1).astype(np.int32)
+        begins = np.concatenate([[True], nodes[1:] != nodes[:-1]])
+        needed = begins | (np.repeat(xs[begins], np.diff(np.append(np.flatnonzero(begins), nodes.size))) >= 0)  # -1 holds always
+        if self.low <= 1:
+            needed[1:] &= begins[1:] | (xs[:-1] < 1)
+        return NodeSet(nodes[needed]), xs[needed]
 
     def _later(self, configs, starts: NodeSet, xs: np.ndarray | None) -> None:
-        for config in configs:
-            self.pending.setdefault(config, []).append((starts, xs))
+        for q, stack, loop, count in configs:
+            self.pending.setdefault((q, loop, count), []).append((stack, starts, xs))
 
     def _after(self, stack: int) -> tuple:
         return self.grammar._sets[self.grammar._closure(stack)][1]

@@ -11,6 +11,7 @@
 //     cpu/layers.h     what lies between the products, and the loop over layers
 //     cpu/draw.h       from logits to tokens
 //     cpu/lookup.h     what followed the last tokens of a text before
+//     cpu/mask.h       what a grammar lets come next
 //     here             plain C functions on raw pointers, called from Python through ctypes (native.py), which releases the lock. They check nothing.
 //
 // Products multiply in float, or, with bfloat16 tensors on a CPU that has them, by bf16 dot instructions on pairs (AVX512_BF16), or on AMX tiles
@@ -22,6 +23,7 @@
 #include "cpu/draw.h"
 #include "cpu/layers.h"
 #include "cpu/lookup.h"
+#include "cpu/mask.h"
 
 // dtype 0 is float32, 1 bfloat16, 2 float16
 #define BY_TYPE(dtype, ...) \
@@ -108,6 +110,35 @@ int64_t nano_look_up(const int32_t* text, int64_t stride, int64_t n, const int64
         found += sizes[i] > 1;
     }
     return found;
+}
+
+void nano_has_row(const Grammars* g, const int64_t* states, bool* out, int64_t n) {
+    for (int64_t i = 0; i < n; i++) out[i] = entry_of(*g, states[i]).map >= 0;
+}
+
+void nano_advance(const Grammars* g, const int64_t* states, const int64_t* tokens, int64_t* out, int64_t n) {
+    for (int64_t i = 0; i < n; i++) out[i] = advance(*g, states[i], tokens[i]);
+}
+
+// Trees of m nodes: out [n, m], the states at the nodes
+void nano_walk(const Grammars* g, const int64_t* roots, const int64_t* tokens, const int64_t* parents, int64_t* out, int64_t n, int64_t m) {
+    for (int64_t at = 0; n-- > 0; at += m) {
+        out[at] = *roots++;
+        for (int64_t i = at + 1; i < at + m; i++) out[i] = advance(*g, out[at + parents[i]], tokens[i]);
+    }
+}
+
+// Row rows[i] of logits, `stride` floats apart and as many to mask, by states[i]; rows null: row i. Few rows go in blocks, so that all threads work.
+void nano_mask(const Grammars* g, float* logits, int64_t stride, const int64_t* rows, const int64_t* states, int64_t n, int threads) {
+    const int64_t blocks = std::clamp<int64_t>(2 * threads / std::max<int64_t>(n, 1), 1, up(stride, MASK_BLOCK) / MASK_BLOCK);
+    const int64_t size = up(up(stride, blocks) / blocks, 16);
+    together(threads, n * blocks > 1, [&](Team&) {
+#pragma omp for schedule(dynamic) nowait
+        for (int64_t i = 0; i < n * blocks; i++) {
+            const int64_t row = i / blocks, begin = i % blocks * size;
+            mask(*g, states[row], logits + (rows ? rows[row] : row) * stride, begin, std::min(begin + size, stride));
+        }
+    });
 }
 
 }

@@ -78,6 +78,7 @@ class LLM:
         """
         single = _is_single(prompts)
         requests = self._requests([prompts] if single else prompts, params, cache_salt, priority, routing_key, stream=False)
+        self._compile(requests)
         outputs = self._collect(requests, progress if progress is not None else None if len(requests) > 1 else False)
         return outputs[0] if single and len(outputs) == 1 else outputs
 
@@ -92,6 +93,7 @@ class LLM:
         has a finish_reason. Closing the iterator aborts the request."""
         inbox: queue.SimpleQueue = queue.SimpleQueue()
         requests = self._requests([self._encode(prompt)], params, stream=True, **options)
+        self._compile(requests)
         self._loop.submit(requests, inbox.put)
         try:
             yield from self._pieces(requests, inbox.get)
@@ -102,6 +104,7 @@ class LLM:
         """`generate` for an event loop; cancelling the task aborts its requests."""
         single = _is_single(prompts)
         requests = self._requests([prompts] if single else prompts, params, stream=False, **options)
+        await self._compile_async(requests)
         inbox = self._submit_async(requests)
         try:
             chunks = [await self._next(inbox) for _ in requests]
@@ -119,6 +122,7 @@ class LLM:
     async def astream(self, prompt: Prompt | Sequence[dict], params: Params = None, **options) -> AsyncIterator[Output]:
         """`stream` for an event loop."""
         requests = self._requests([self._encode(prompt)], params, stream=True, **options)
+        await self._compile_async(requests)
         inbox, open_requests = self._submit_async(requests), {r.rid: r for r in requests}
         try:
             while open_requests:
@@ -180,6 +184,16 @@ class LLM:
                 if index == 0:
                     self.engine.validate(requests[-1])
         return requests
+
+    def _compile(self, requests: list[Request]) -> None:
+        """Wait for the grammars of a call, so that one which is refused is refused before anything has started."""
+        for request in requests:
+            if request.index == 0 and request.params.grammar is not None and (error := self.engine.refused(request)) is not None:
+                raise error
+
+    async def _compile_async(self, requests: list[Request]) -> None:
+        if any(request.params.grammar is not None for request in requests):
+            await asyncio.to_thread(self._compile, requests)
 
     def _submit_async(self, requests: list[Request]) -> asyncio.Queue:
         inbox, loop = asyncio.Queue(), asyncio.get_running_loop()
@@ -288,7 +302,10 @@ class Loop:
                     self.engine.abort(request.rid)
             else:
                 self._sinks[request.rid] = sink
-                self.engine.add(request)
+                try:
+                    self.engine.add(request)
+                except RequestError as error:  # all were valid: a grammar that was compiled again and is refused now
+                    self._hand_out(Chunk(rid=request.rid, finish_reason="error", error=error.message, status=error.status, param=error.param))
 
     def _hand_out(self, chunk: Chunk) -> None:
         sink = self._sinks.pop(chunk.rid, None) if chunk.finish_reason else self._sinks.get(chunk.rid)

@@ -74,6 +74,13 @@ class Step(ctypes.Structure):
                 *((name, _I) for name in ("num_layers", "hidden", "intermediate")), ("eps", _F)]
 
 
+class Grammars(ctypes.Structure):
+    """Where the tables of masks.py are."""
+
+    _fields_ = [*((name, _P) for name in ("maps", "vec", "over_token", "over_value", "lines", "states", "shapes", "firsts", "others", "ends")),
+                *((name, _I) for name in ("map_stride", "last_state", "size", "num_ends"))]
+
+
 FUNCTIONS = {
     "nano_setup": [],
     "nano_layers": [ctypes.POINTER(Step), ctypes.POINTER(Attention), _C],
@@ -84,6 +91,10 @@ FUNCTIONS = {
     "nano_linear": [_P, ctypes.POINTER(Weight), _P, _I, _I, _C, _C, _C],
     "nano_draw": [_P] + [_I] * 2 + [_P] * 5 + [_F, _F, _P, _P, _C],
     "nano_look_up": [_P, _I, _I, _P] + [_I] * 4 + [_F] + [_P] * 5,
+    "nano_has_row": [ctypes.POINTER(Grammars)] + [_P] * 2 + [_I],
+    "nano_advance": [ctypes.POINTER(Grammars)] + [_P] * 3 + [_I],
+    "nano_walk": [ctypes.POINTER(Grammars)] + [_P] * 4 + [_I] * 2,
+    "nano_mask": [ctypes.POINTER(Grammars), _P, _I, _P, _P, _I, _C],
     "nano_silu_mul": [_P] * 2 + [_I] * 3 + [_C, _C],
 }
 

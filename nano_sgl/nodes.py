@@ -47,9 +47,11 @@ LIGHT, TAIL, STACKED = 0, 1, 2  # shapes: no wide loop; one, at the end; more th
 # --------------------------------------------------------------------------------------------------------------------------- nodes
 
 class Nodes:
-    """Interned expressions. `keys[node]` is its kind and parts; a Ref counts as not nullable, as it is in normal form."""
+    """Interned expressions. `keys[node]` is its kind and parts; a Ref counts as not nullable, as it is in normal form. Bytes outside of `alphabet`
+    (256 bits) match nothing."""
 
-    def __init__(self):
+    def __init__(self, alphabet: int = (1 << 256) - 1):
+        self.alphabet = alphabet
         self.keys: list[tuple] = []
         self.nullable: list[bool] = []
         self.stacked: list[bool] = []               # has a Ref in it, or a leaf of grammar.py
@@ -78,7 +80,7 @@ class Nodes:
         return node
 
     def byte(self, mask: int) -> int:
-        return self._intern(("byte", mask), False) if mask else NEVER
+        return self._intern(("byte", mask & self.alphabet), False) if mask & self.alphabet else NEVER
 
     def ref(self, rule: int) -> int:
         return self._intern(("ref", rule), False, True)

@@ -14,16 +14,20 @@ constructor in `LLM`. All three build the same structs, and all three are checke
                  fails every comparison, is refused. A bool is not a number.
     refused      What this build cannot honour is refused by name. Nothing is dropped: an unknown field is an error, with the
                  nearest known name. Every RequestError names the field, says what it got and what it expected.
+    grammars     At most one of regex, ebnf, choice and json_object constrains the output. Only its type and its size are checked
+                 here. Compiling it can take seconds, so the engine does that beside its steps; a grammar it refuses ends the
+                 request with a Chunk: finish_reason "error", status 400, `param` the field.
     seeds        Any Python int is a seed: it is folded to 64 bits, so -1 and 2**64 - 1 are the same seed. Sample i of n draws
                  from `derive_seed(seed, i)`, and sample 0 from the seed itself: n=1 and the first of n=4 are the same text.
 
 Invariant: after `verify` returns, nothing downstream needs to look at a type or a range again, and every value fits the wire
 (msgpack has no integer beyond 64 bits and no lone surrogate). Parameters are frozen; a changed copy is made by
 `msgspec.structs.replace(params, n=1)`.
-Cost: microseconds, except stop_regex, whose patterns are compiled once and cached.
+Cost: microseconds, except stop_regex, whose patterns are compiled once and cached, and a grammar: 5 ms a MiB.
 Where it stops: a prompt's length against the KV pool is the scheduler's knowledge; a pattern that is legal but slow to match must
 be bounded by a timeout where it is matched.
-The names and ranges follow SGLang 0.5 (`SamplingParams`) and the OpenAI API reference (penalties, logit_bias, 20 logprobs).
+The names and ranges follow SGLang 0.5 (`SamplingParams`), vLLM (`choice`, `json_object`) and the OpenAI API reference (penalties,
+logit_bias, 20 logprobs).
 """
 
 from __future__ import annotations
@@ -44,13 +48,23 @@ MAX_STOP_CHARS = 4096        # of one stop string: text that could begin it is h
 MAX_PATTERN_BYTES = 256      # of one stop pattern, in UTF-8
 MAX_PATTERN_SIZE = 2**14     # bytes of all stop patterns together with counted repeats written out, which is how `regex` compiles
 MAX_LOGPROBS = 20            # top entries a token
+MAX_GRAMMAR_CHARS = 2**20    # of a grammar's text; of a choice, of all its strings
+MAX_CHOICES = 100_000        # strings of a choice
 INT_MAX = 2**31 - 1          # lengths and token ids are int32 on the device
 SEED_MASK = 2**64 - 1
 GREEDY_TEMPERATURE = 1e-6    # below it, dividing the logits by the temperature says nothing that argmax does not
 
 ALIASES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "sampling_seed": "seed"}
-GRAMMAR_FIELDS = ("json_schema", "regex", "ebnf", "choice", "structural_tag")
-FLAGS = ("no_stop_trim", "ignore_eos", "skip_special_tokens")
+GRAMMAR_FIELDS = ("regex", "ebnf", "choice", "json_object")
+NO_GRAMMARS = ("json_schema", "structural_tag")     # known by name, so that they are refused by name
+FLAGS = ("no_stop_trim", "ignore_eos", "skip_special_tokens", "json_object")
+ELSEWHERE = {                                       # what other servers, or other routes, have for a field of ours
+    **{alias: f"it is called {name!r}" for alias, name in ALIASES.items()},
+    "guided_regex": "it is called 'regex'", "guided_choice": "it is called 'choice'", "guided_grammar": "it is called 'ebnf'",
+    "grammar": "it is called 'ebnf'", "guided_json": "it is called 'json_schema', and not supported yet",
+    "structured_outputs": "its entries are fields: 'regex', 'choice', 'json_object', and 'ebnf' for its grammar",
+    "response_format": "'json_object': true asks for a JSON object",
+}
 
 
 class Range(NamedTuple):
@@ -106,7 +120,14 @@ class RequestError(ValueError):
 
 class SamplingParams(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True, omit_defaults=True,
                      repr_omit_defaults=True):
-    """How to turn logits into text. Every field is honoured, or refused by `verify`."""
+    """How to turn logits into text. Every field is honoured, or refused by `verify`.
+
+    With a grammar (regex, ebnf, choice or json_object) each token continues a text that the grammar knows. The output ends when an end
+    token is sampled, which it can be once the text is complete, under ignore_eos too: where nothing may follow, nothing else is left.
+    A request whose grammar is complete while min_tokens still forbids the end fails at that token. Stop strings, ids and patterns, and
+    max_tokens, may cut the text short of it. logit_bias and penalties come before the grammar's mask: they move what is allowed, and
+    allow nothing more.
+    """
 
     max_tokens: int | None | UnsetType = UNSET    # 128 when not given; None: as many as the context allows
     temperature: float = 1.0              # below 1e-6: greedy
@@ -129,10 +150,11 @@ class SamplingParams(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_f
     prompt_logprobs: int | None = None    # the same for prompt tokens
     logprob_start_len: int = 0            # prompt_logprobs from this prompt position on
     skip_special_tokens: bool = True
-    json_schema: Any = None               # the five grammar fields are known by name, so that they are refused by name
-    regex: Any = None
-    ebnf: Any = None
-    choice: Any = None
+    regex: str | None = None              # the whole output matches it; "" is none
+    ebnf: str | None = None               # the output is what the grammar's rule `root` stands for; "" is none
+    choice: list[str] | None = None       # the output is one of these
+    json_object: bool = False             # the output is a JSON object
+    json_schema: Any = None
     structural_tag: Any = None
     max_new_tokens: int | None | UnsetType = UNSET    # aliases: read once, folded into the field they stand for
     min_new_tokens: int | UnsetType = UNSET
@@ -162,9 +184,9 @@ class SamplingParams(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_f
 
     def verify(self, vocab_size: int, context_len: int) -> None:
         """Raise RequestError unless every field has its type, lies in its range and is supported by this build."""
-        for name in GRAMMAR_FIELDS:
+        for name in NO_GRAMMARS:
             if getattr(self, name) not in (None, ""):
-                raise RequestError(f"{name} is not supported yet by this build: output cannot be constrained to a grammar; "
+                raise RequestError(f"{name} is not supported yet by this build, which constrains an output by {_or(GRAMMAR_FIELDS)}; "
                                    f"got {show(getattr(self, name))}, leave the field out", name)
         for name in self.__struct_fields__:
             if name in RANGES:
@@ -190,6 +212,33 @@ class SamplingParams(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_f
         if len(self.stop_token_ids or ()) > MAX_STOP_IDS:
             raise RequestError(f"stop_token_ids must have at most {MAX_STOP_IDS} entries; got {len(self.stop_token_ids)}", "stop_token_ids")
         _verify_bias(self.logit_bias, vocab_size)
+        self._verify_grammar()
+
+    def _verify_grammar(self) -> None:
+        """At most one grammar, of a type and a size that can be compiled."""
+        for name in ("regex", "ebnf"):
+            if (text := getattr(self, name)) is not None:
+                if isinstance(text, str) and len(text) > MAX_GRAMMAR_CHARS:
+                    raise refusal(name, text, f"a text of at most {MAX_GRAMMAR_CHARS} characters")
+                _verify_text(name, text)
+        if (choice := self.choice) is not None:
+            if not isinstance(choice, (list, tuple)) or not choice or set(map(type, choice)) != {str}:
+                raise refusal("choice", choice, "a list of one or more strings")
+            if len(choice) > MAX_CHOICES or sum(map(len, choice)) > MAX_GRAMMAR_CHARS:
+                raise RequestError(f"choice must have at most {MAX_CHOICES} strings with {MAX_GRAMMAR_CHARS} characters together; "
+                                   f"got {len(choice)} with {sum(map(len, choice))}", "choice")
+            _verify_text("choice", "".join(choice))
+        given = [name for name in GRAMMAR_FIELDS if getattr(self, name) not in (None, "", False)]
+        if len(given) > 1:
+            raise RequestError(f"{given[0]} and {given[1]} are both given, and an output has one grammar: leave one of them out", given[1])
+
+    @property
+    def grammar(self) -> tuple[str, Any] | None:
+        """What constrains the output: its kind, which is the field's name, and its text, a list for "choice" and None for "json_object"."""
+        for kind in GRAMMAR_FIELDS:
+            if text := getattr(self, kind):
+                return kind, None if kind == "json_object" else list(text) if kind == "choice" else text
+        return None
 
     @property
     def greedy(self) -> bool:
@@ -300,7 +349,7 @@ def convert(fields: dict[str, Any], kind: type) -> Any:
     for name in fields:
         if name not in known:
             near = difflib.get_close_matches(str(name), known, n=1, cutoff=0.75)
-            hint = f"; here it is called {ALIASES[name]!r}" if name in ALIASES else f"; did you mean {near[0]!r}?" if near else ""
+            hint = f"; here {ELSEWHERE[name]}" if name in ELSEWHERE else f"; did you mean {near[0]!r}?" if near else ""
             raise RequestError(f"unknown field {show(name)}, got {show(fields[name])}{hint}", str(name))
     try:
         return msgspec.convert(fields, kind, str_keys=True)
@@ -351,6 +400,10 @@ def show(value: object, limit: int = 80) -> str:
 def _fold(seed: object) -> object:
     """Any int as 64 bits; anything else is left for verify to refuse."""
     return seed & SEED_MASK if type(seed) is int else seed
+
+
+def _or(names: tuple[str, ...]) -> str:
+    return ", ".join(names[:-1]) + f" or {names[-1]}"
 
 
 def _as_list(value: str | list[str] | None) -> list[str]:
@@ -492,7 +545,8 @@ if __name__ == "__main__":
     print(f"{len(wire)} bytes on the wire: {msgspec.msgpack.decode(wire, type=Request)}")
     print("seeds of n=3:", [hex(derive_seed(42, index)) for index in range(3)])
     for fields in ({"temperature": float("nan")}, {"top_k": True}, {"n": 1_000_000}, {"max_token": 5}, {"stop_regex": "("},
-                   {"max_tokens": 5, "max_new_tokens": 6}, {"logit_bias": {"49152": 1}}, {"regex": "yes|no"}):
+                   {"max_tokens": 5, "max_new_tokens": 6}, {"logit_bias": {"49152": 1}}, {"regex": "yes|no", "choice": ["yes"]},
+                   {"json_schema": {}}, {"guided_regex": "yes|no"}):
         try:
             SamplingParams.from_dict(fields).verify(vocab_size=49152, context_len=8192)
         except RequestError as error:

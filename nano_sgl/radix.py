@@ -35,8 +35,10 @@ After SGLang's RadixAttention (Zheng et al. 2024, section 3); the radix tree is 
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -559,6 +561,36 @@ def draw(tree: Tree, decode: Callable[[list[int]], str] | None = None, width: in
             lines.append(f"{indent}{'`-- ' if last else '|-- '}{text}  ({', '.join(facts)})")
             stack += [(child, indent + ("    " if last else "|   ")) for child in reversed(node.children.values())]
     return "\n".join(lines or ["(empty)"])
+
+
+def view(tree: Tree, decode: Callable[[list[int]], str], max_nodes: int, width: int) -> dict:
+    """A tree as plain data: its `max_nodes` most used nodes (hits, and requests that wait), depth first, with at most `width` characters of each
+    one's text. `parent` is an index into `nodes`; `left_out` counts children that are not shown. Costs their siblings a heap entry."""
+    ticks, shown, heap = itertools.count(), set(), []
+
+    def offer(nodes: Iterable[Node]) -> None:
+        for node in nodes:
+            heapq.heappush(heap, (-node.hits - node.waiters, next(ticks), node))
+
+    for root in tree.roots.values():
+        offer(root.children.values())
+    while heap and len(shown) < max_nodes:
+        node = heapq.heappop(heap)[2]
+        shown.add(node)
+        offer(node.children.values())
+    nodes, stack = [], [(node, None) for root in tree.roots.values() for node in root.children.values() if node in shown][::-1]
+    while stack:
+        node, parent = stack.pop()
+        below = [child for child in node.children.values() if child in shown]
+        stack += [(child, len(nodes)) for child in reversed(below)]
+        text = decode(node.tokens[:width].tolist())
+        text = text[:width - 3] + "..." if len(text) > width or node.end - node.start > width else text
+        nodes.append({"parent": parent, "namespace": node.namespace, "start": node.start, "tokens": node.end - node.start, "text": text,
+                      "where": "ghost" if node.is_ghost else "device", "locks": node.locks, "hits": node.hits, "waiters": node.waiters,
+                      "left_out": len(node.children) - len(below)})
+    left_out = sum(len(root.children) for root in tree.roots.values()) - sum(node["parent"] is None for node in nodes)
+    return {"page_size": tree.page_size, "cached_tokens": tree.total, "locked_tokens": tree.protected,
+            "shown_tokens": sum(node["tokens"] for node in nodes if node["where"] == "device"), "left_out": left_out, "nodes": nodes}
 
 
 def join(parts: list[np.ndarray]) -> np.ndarray:

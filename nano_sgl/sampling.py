@@ -32,7 +32,7 @@ chances below 2^-32; a GPU kernel that fuses the passes is left to whoever measu
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -94,6 +94,14 @@ class Guesses:
 
     tokens: Tensor           # [N] int64, -1: nothing
     q: Tensor | None         # [N, V] fp32: what it was drawn from, masked and filtered as p is, by noise other than ours; None: it is certain
+
+
+@dataclass(frozen=True)
+class Mask:
+    """What grammars forbid (constraint.py)."""
+
+    forbid: Callable[[Tensor], None]    # puts -inf, in place, where a token may not come: into logits [N, V]
+    ready: Tensor                       # [N] fp32: 0 where it is not known yet what may come, and what is drawn counts for nothing; else 1
 
 
 @dataclass(frozen=True)
@@ -186,13 +194,13 @@ class SamplingState:
             penalised=self._blocks(penalised), repetition=self._blocks(repetition), bias=self._bias(biased),
             logprobs=self._index(wanted) if wanted else None, logprobs_k=min(most, self.vocab_size))
 
-    def sample(self, logits: Tensor, positions: Tensor, batch: SamplingBatch, mask: Tensor | None = None, branch: Branch | None = None,
+    def sample(self, logits: Tensor, positions: Tensor, batch: SamplingBatch, mask: Mask | None = None, branch: Branch | None = None,
                guesses: Guesses | None = None) -> Sampled:
         """Draw one token for every batch row. Never waits for the device.
 
         logits [N, V] fp32, contiguous: MUTATED (edits are made in place). positions [N] int64: the index, in its sequence, of the
-        token being drawn. mask [N, ceil(V / 32)] int32: allowed tokens as bits (see `apply_mask`), all ones for a row without a
-        grammar. Also counts the drawn tokens of rows with penalties, but not where `branch` is given: then they are judged first, see `count`.
+        token being drawn. mask: of grammars, None where no row has one. Also counts the drawn tokens of rows with penalties, but not where `branch`
+        is given: then they are judged first, see `count`.
         guesses: keep a guess with probability min(1, p / q), else draw of what p has more than q; of rows that are not greedy.
         """
         raw = None if batch.logprobs is None else logits[batch.logprobs]                # [L, V]
@@ -202,7 +210,7 @@ class SamplingState:
         if batch.bias is not None:
             add_bias(logits, positions, batch.bias)
         if mask is not None:
-            apply_mask(logits, mask)
+            mask.forbid(logits)
         tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)      # [N] int64
         best = torch.empty(len(logits), device=logits.device)                           # [N] fp32
         in_one = logits.device.type == "cpu" and native.library() is not None
@@ -217,7 +225,7 @@ class SamplingState:
                     best[block], tokens[block] = first_max(z)
         if branch is None:
             for block in batch.penalised:
-                self.count(batch.rows[block], tokens[block], self.counts.new_ones(()))
+                self.count(batch.rows[block], tokens[block], self.counts.new_ones(()) if mask is None else mask.ready[block])
         return Sampled(tokens, ~torch.isfinite(best), *_spread(raw, tokens, batch))
 
     def count(self, rows: Tensor, tokens: Tensor, real: Tensor) -> None:
@@ -455,21 +463,6 @@ def _least_gap(gaps: Tensor, weights: Tensor | None, target: Tensor, inside: Ten
 
 
 # ---- edits ---------------------------------------------------------------------------------------------------------------------
-
-def apply_mask(logits: Tensor, mask: Tensor, rows: Tensor | None = None) -> None:
-    """Forbid, in place, every token whose bit is 0. logits [N, V] fp32; mask [M, ceil(V / 32)] int32, bit t % 32 of word t // 32.
-
-    Mask row i belongs to logits row rows[i] (int64 [M], distinct), or to row i where rows is None; other rows are left alone.
-    """
-    vocab_size = logits.shape[-1]
-    shifts = torch.arange(32, dtype=torch.int32, device=mask.device)
-    bits = (mask.unsqueeze(-1) >> shifts).bitwise_and_(1)               # [M, W, 32] int32
-    banned = bits.view(len(mask), -1)[:, :vocab_size] == 0              # [M, V] bool
-    if rows is None:
-        logits.masked_fill_(banned, -math.inf)
-    else:
-        logits[rows] = logits[rows].masked_fill_(banned, -math.inf)
-
 
 def add_bias(logits: Tensor, positions: Tensor, bias: Bias) -> None:
     """Add the entries of `bias` that hold at these positions ([N] int64) to logits [N, V] fp32, in place."""

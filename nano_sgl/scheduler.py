@@ -76,7 +76,9 @@ class Req:
         self.own = array.array("i")       # slots of columns own_start.., whole pages
         self.computed_len = 0
         self.pending = 0                  # tokens being sampled in steps not yet committed, one a step
-        self.guessed = 0                  # and as many more at most, where guesses turn out right
+        self.guessed = 0                  # and as many more at most, where guesses turn out right, or a grammar's row is there in time
+        self.constrained = request.params.grammar is not None  # its steps may sample nothing: none of them is `pending`
+        self.held = False                 # sits out until its grammar's row is there
         self.in_flight = 0                # steps launched and not yet committed that hold this request
         self.cached_tokens: int | None = None   # prompt tokens found in the tree at first admission
         self.prompt_logprobs_from: int | None = None  # prompt position whose logprob is still owed, or None
@@ -110,7 +112,7 @@ class Req:
 
     @property
     def launchable(self) -> bool:
-        return not self.leaving and self.seq_len > self.computed_len and (
+        return not self.leaving and not self.held and self.seq_len > self.computed_len and (
             self.max_new == 0 or len(self.output_ids) + self.pending < self.max_new)
 
     @property
@@ -289,6 +291,10 @@ class Scheduler:
             if not req.in_flight:
                 self._land(req)
         return req
+
+    def hold(self, rid: str, held: bool) -> None:
+        """Whether a request that runs is to sit out, without giving anything up."""
+        self.reqs[rid].held = held
 
     def expire(self) -> list[Req]:
         """End, as `abort` does, the requests whose time is up: `waiting_timeout` without a first row, `running_timeout` since they got it (a
@@ -488,9 +494,11 @@ class Scheduler:
                       started=started, shared=shared, writes=self._writes)
         self._writes = Writes()
         for req, samples in zip(order, batch.samples.tolist()):
-            req.computed_len += plan[req]
-            req.pending += samples
-            req.guessed += draft_lens.get(req, 0)
+            unsure = samples and req.constrained
+            req.computed_len += plan[req] - unsure
+            req.pending += samples - unsure
+            req.guessed += draft_lens.get(req, 0) + unsure
+            req.store_from = max(req.store_from, req.own_start * unsure)  # its last token may be computed again, and the tree has it
             req.in_flight += 1
         self.slots.launch(self.step)
         self.rows.launch(self.step)
@@ -727,8 +735,9 @@ class Scheduler:
         self.rows.commit(batch.step)
         for i, (req, new, done, path) in enumerate(zip(batch.reqs, tokens, finished, paths or [()] * len(batch.reqs))):
             req.in_flight -= 1
-            req.pending -= int(batch.samples[i])
-            req.guessed -= int(batch.draft_lens[i])
+            samples, unsure = int(batch.samples[i]), int(batch.samples[i]) * req.constrained
+            req.pending, req.guessed = req.pending - samples + unsure, req.guessed - int(batch.draft_lens[i]) - unsure
+            req.computed_len += unsure * bool(new)
             if req.leaving != "done" and path:
                 self._accept(req, path, int(batch.draft_lens[i]))
             if req.prompt_logprobs_from is not None:

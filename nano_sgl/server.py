@@ -11,8 +11,8 @@ call and words its answer is `api`; how it reaches the engine, and what happens 
             whether it takes the call.
   Metrics   what /metrics says: the engine's counts, and latencies as they are seen from here.
   race      runs the work of a call against the client's disconnect, and cancels it when the client goes first.
-  errors    have OpenAI's shape: 4xx names what is wrong with the request; 503 comes with Retry-After and says why not now: the
-            queue is full, a time-out, the engine is loading or being started again.
+  errors    have OpenAI's shape: 4xx names what is wrong with the request, a grammar that does not compile included; 503 comes with
+            Retry-After and says why not now: the queue is full, a time-out, the engine is loading or being started again.
   signals   the first SIGTERM or Ctrl-C takes no new calls and lets the open ones finish for --drain-timeout, the second fails them.
 
 Bodies end at 8 MiB, and are refused before they have all arrived; long ones are read and tokenised in a thread, so that other
@@ -97,6 +97,9 @@ GAUGES: dict[str, tuple[str, Callable[[dict], float | None]]] = {
     "cache_hit_rate": ("Share of all prompt tokens so far whose KV was in the tree.", hit_rate),
     "spec_accept_length": ("Tokens that a request's step of decoding has made so far, on average.", lambda stats: stats.get("spec_accept_length")),
     "spec_accept_rate": ("Share of all judged guesses so far that were right.", lambda stats: stats.get("spec_accept_rate")),
+    "num_grammar_queue_reqs": ("Requests whose grammar is being compiled.", lambda stats: stats.get("grammar_queue")),
+    "grammar_rows": ("States of grammars that the device knows.", lambda stats: stats.get("grammar_rows")),
+    "grammar_table_bytes": ("Memory of their tables on the device.", lambda stats: stats.get("grammar_table_bytes")),
 }
 COUNTERS = {
     "prompt_tokens": ("Prompt tokens of started requests.", "prompt_tokens"),
@@ -112,6 +115,12 @@ COUNTERS = {
     "spec_num_correct_drafts": ("Those that were right.", "spec_num_correct_drafts"),
     "spec_draft_seconds": ("Seconds that making guesses took.", "spec_draft_time"),
     "spec_verify_seconds": ("Seconds of the steps that judged some, without that.", "spec_verify_time"),
+    "num_grammar_compiled": ("Grammars compiled.", "grammar_compiled"),
+    "num_grammar_cache_hit": ("Requests whose grammar had been compiled before.", "grammar_cache_hits"),
+    "num_grammar_aborted": ("Requests that ended because their grammar was refused.", "grammar_refused"),
+    "grammar_tokens": ("Tokens made under a grammar.", "grammar_tokens"),
+    "grammar_misses": ("Steps of a request that made no token, because the device did not know its grammar's state yet.", "grammar_misses"),
+    "grammar_copied_bytes": ("Bytes of grammars' tables that went to the device.", "grammar_bytes"),
 }
 
 

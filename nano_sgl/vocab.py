@@ -61,16 +61,17 @@ class Vocab:
 
     @classmethod
     def from_tokenizer(cls, tokenizer, end_ids: Iterable[int] | None = None, size: int | None = None) -> Vocab:
-        """Of a fast tokenizer of `transformers`. `end_ids` None: its own end of text; `size`: pad with ids that are no text.
+        """Of a fast tokenizer of `transformers`. `end_ids` None: its own end of text; `size`: so many ids there are, whatever the tokenizer knows:
+        those that it lacks are no text, those beyond (of a model smaller than its tokenizer) are left out.
 
         Raises GrammarError if its decoder spells tokens by their neighbours."""
         backend = tokenizer.backend_tokenizer
         spell = _speller(json.loads(backend.to_str())["decoder"])
         special = {i for i, token in backend.get_added_tokens_decoder().items() if token.special}
         ids = backend.get_vocab(with_added_tokens=True)
-        tokens: list[bytes | None] = [None] * max([size or 0, *(i + 1 for i in ids.values())])
+        tokens: list[bytes | None] = [None] * (max([i + 1 for i in ids.values()], default=0) if size is None else size)
         for token, i in ids.items():
-            if i not in special:
+            if i < len(tokens) and i not in special:
                 tokens[i] = spell(token)
         if end_ids is None:
             end_ids = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
@@ -106,6 +107,7 @@ class Vocab:
         self.parent, self.first, self.end, self.own = (column.astype(np.int32) for column in (above, first, end, own))
         self.lists = [column.tolist() for column in (self.child0, self.kids, self.first, self.end)]
         self.byte_string = self.byte.tobytes()
+        self.alphabet = sum(1 << byte for byte in set(self.byte_string[1:]))  # the bytes that tokens have
         self.levels = np.cumsum([0] + [len(column[0]) for column in columns]).tolist()
         self.node_of = np.full(self.size, base, np.int32)
         self.node_of[self.order] = np.repeat(np.arange(base), own)[np.argsort(np.repeat(first, own), kind="stable")]

@@ -187,7 +187,8 @@ class Fence:
     def __init__(self, engine: Engine):
         self.inside = None
         for label, owner, name in (("tokens", engine.rows, "tokens"), ("table", engine.rows, "table"), ("length", engine.rows, "length"),
-                                   ("sampling values", engine.sampler, "values"), ("seeds", engine.sampler, "seeds")):
+                                   ("sampling values", engine.sampler, "values"), ("seeds", engine.sampler, "seeds"),
+                                   ("grammar states", engine.constraints, "states")):
             setattr(owner, name, self._tensor(getattr(owner, name), label))
         engine.kv.k, engine.kv.v = ([self._tensor(t, "KV") for t in tensors] for tensors in (engine.kv.k, engine.kv.v))
         if engine.speculation is not None:
@@ -215,7 +216,7 @@ def overlapped(path, device="thread", depth=1, **flags) -> Engine:
     """An engine with `depth` steps in flight on a fenced device: "thread" (the worker's), "late" (see LateWorker)."""
     engine = make(path, disable_overlap_schedule=False, **flags)
     if device == "late":
-        engine.shutdown()
+        engine.worker.close()
         engine.worker = LateWorker()
     engine.depth = depth
     Fence(engine)

@@ -22,7 +22,6 @@ from nano_sgl.grammar import INDEX, Grammar
 from nano_sgl.rules import EMPTY, NEVER, Byte, Cat, Expr, GrammarError, Or, Ref, Repeat, Rules
 from nano_sgl.vocab import Vocab
 
-pytestmark = pytest.mark.long  # until the engine uses it
 CASES = Path(os.environ.get("NANO_SGL_CASES", "nowhere"))
 OTHERS = [json.loads(line) | {"kind": kind} for kind in ("regex", "ebnf") for file in [CASES / f"{kind}.jsonl"] if file.exists()
           for line in file.read_text().splitlines()]

@@ -18,7 +18,7 @@ CHILD = r"""
 import json, re, subprocess, sys, tempfile
 from pathlib import Path
 import triton
-from nano_sgl import attention, kernels
+from nano_sgl import attention, kernels, masks
 
 def stack_bytes(compiled):
     "Local memory a thread spills to."
@@ -31,7 +31,9 @@ def stack_bytes(compiled):
     return int(re.search(r"STACK:(\d+)", text)[1])
 
 for target, dtype, dim, group, tree, window, tiles in json.loads(sys.argv[1]):
-    if dim:
+    if dim < 0:
+        done = masks.compile_all(target)
+    elif dim:
         done = attention.compile_all(target, dtype, dim, group, tiles, tree, window)
     else:
         done = kernels.compile_all(target, dtype)
@@ -41,7 +43,7 @@ for target, dtype, dim, group, tree, window, tiles in json.loads(sys.argv[1]):
 
 
 def compile_in_child(jobs: list) -> None:
-    """jobs: (target, dtype, head dim or 0 for the elementwise kernels, group, tree, window, tiles or None)."""
+    """jobs: (target, dtype, head dim or 0 for the elementwise kernels, -1 for those of masks.py, group, tree, window, tiles or None)."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, "-c", CHILD, json.dumps(jobs)], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -57,6 +59,7 @@ def test_the_kernels_compile(target):
     compile_in_child(
         [
             (target, "bf16", 0, 0, False, 0, None),
+            (target, "fp32", -1, 0, False, 0, None),
             (target, "bf16", 64, 3, False, 0, [16, 128]),
             (target, "bf16", 128, 4, True, 0, [64]),
             (target, "bf16", 128, 4, True, 32, [64]),

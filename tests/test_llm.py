@@ -178,7 +178,7 @@ def test_cache_salt_keeps_prefixes_apart(llm):
     (lambda llm: llm.generate("a", SamplingParams(temperature=-1)), "temperature"), (lambda llm: llm.generate(""), "no tokens"),
     (lambda llm: llm.generate(["a", "b"], [GREEDY]), "2 prompts"), (lambda llm: llm.generate("a", dict(tmperature=1)), "tmperature"),
     (lambda llm: llm.generate([[1], [99999]]), "prompt"), (lambda llm: llm.generate("a " * 600), "tokens"),
-    (lambda llm: llm.generate("a", SamplingParams(regex="a+")), "regex"), (lambda llm: list(llm.stream("a", dict(n=0))), "n "),
+    (lambda llm: llm.generate("a", SamplingParams(regex="(a)\\1")), "regex"), (lambda llm: list(llm.stream("a", dict(n=0))), "n "),
     (lambda llm: llm.generate([[1.7]]), "token ids"), (lambda llm: llm.generate(None), "token ids"), (lambda llm: llm.generate(b"abc"), "text"),
     (lambda llm: llm.generate("\ud800"), "Unicode"), (lambda llm: llm.generate([{"role": "user"}]), "token ids"), (lambda llm: llm.chat("hi"), "messages"),
     (lambda llm: list(llm.stream(["a", "b"])), "token ids"), (lambda llm: llm.chat([{"role": "robot", "content": "x"}]), "robot"), (lambda llm: llm.chat([]), "empty")])

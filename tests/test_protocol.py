@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import math
@@ -13,9 +14,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nano_sgl import schema
 from nano_sgl.protocol import (
     ALIASES,
+    ELSEWHERE,
     GRAMMAR_FIELDS,
+    MAX_CHOICES,
+    MAX_GRAMMAR_CHARS,
+    NO_GRAMMARS,
     RANGES,
     Chunk,
     Logprob,
@@ -142,6 +148,11 @@ def test_not_a_number_in_a_body(api_case):
     ("ignore_eos", [True, False], [1, 0, "true", None]),
     ("no_stop_trim", [True, False], [1, None]),
     ("skip_special_tokens", [True, False], [1, None]),
+    ("regex", [None, "", "yes|no", "(", "\U00040000", "a" * MAX_GRAMMAR_CHARS], [5, True, ["a"], "\ud8c0", "a" * (MAX_GRAMMAR_CHARS + 1)]),
+    ("ebnf", [None, "", 'root ::= "a"', "no grammar"], [5, False, {"root": "a"}, "x\udc00", "é" * (MAX_GRAMMAR_CHARS + 1)]),
+    ("choice", [None, ["a"], ["a", "ab", "", "日本"], ["a"] * MAX_CHOICES, ["a" * 1024] * 1024],
+     [[], "", "abc", {}, 5, [5], [None], ["a", 5], [["a"]], ["a", "\ud800"], [""] * (MAX_CHOICES + 1), ["a" * 1024] * 1025, ["\ud8c0", "\udc00"]]),
+    ("json_object", [True, False], [1, 0, "true", None, {}]),
     ("stop", [None, "a", [], ["a", "b"], ["x"] * 32, "y" * 4096], ["", [""], ["a", ""], ["x"] * 33, 5, [5], [None], "y" * 4097]),
     ("stop_regex", [None, "a+", ["[0-9]{3}", r"\n\n"], r"\w{8}(-\w{4}){3}-\w{12}"],
      ["", "(", "*", "x" * 257, ["a"] * 33, 5, [5], "a*", "$", "(a{1000}){1000}", "a{99999999}", "(?:a{9}b){9} {9}{9}{9}",
@@ -182,13 +193,59 @@ def test_min_tokens_within_max_tokens():
     refused({"min_tokens": CONTEXT + 1, "max_tokens": None}, "min_tokens", str(CONTEXT))
 
 
-@pytest.mark.parametrize("name", GRAMMAR_FIELDS)
-def test_grammar_fields_are_known_and_refused(name):
+@pytest.mark.parametrize("name", NO_GRAMMARS)
+def test_grammars_to_come_are_refused_with_a_word_on_what_there_is(name):
     verify(**{name: None})
     verify(**{name: ""})
     SamplingParams.from_dict({name: None}).verify(VOCAB, CONTEXT)
     for value in ("yes|no", {"type": "object"}, ["a", "b"], [], {}):
-        refused({name: value}, name, "not supported yet by this build")
+        refused({name: value}, name, "not supported yet by this build", "regex, ebnf, choice or json_object")
+
+
+GRAMMARS = {"regex": "yes|no", "ebnf": 'root ::= "a"', "choice": ["yes", "no"], "json_object": True}
+
+
+def test_a_grammar_is_its_kind_and_its_text():
+    assert GRAMMARS.keys() == set(GRAMMAR_FIELDS)
+    for kind, value in GRAMMARS.items():
+        given = verify(**{kind: value})
+        assert given.grammar == (kind, None if kind == "json_object" else value)
+        for wire in (msgspec.msgpack.decode(msgspec.msgpack.encode(given), type=SamplingParams), SamplingParams.from_dict({kind: value})):
+            assert wire == given and wire.grammar == given.grammar
+        assert given.grammar[0] in schema.GRAMMARS, "the same names on both sides"
+    assert verify(choice=("yes", "no")).grammar == ("choice", ["yes", "no"])
+    for fields in ({}, {"regex": ""}, {"ebnf": "", "regex": ""}, {"json_object": False}, {"regex": None, "choice": None}):
+        assert verify(**fields).grammar is None
+    assert verify(regex="", choice=["a"], ebnf="", json_object=False).grammar == ("choice", ["a"])
+
+
+@pytest.mark.parametrize("one, other", itertools.combinations(GRAMMAR_FIELDS, 2))
+def test_two_grammars_are_refused_and_both_named(one, other):
+    refused({one: GRAMMARS[one], other: GRAMMARS[other]}, other, one, "leave one of them out")
+
+
+def test_sizes_of_grammars_are_those_of_the_compiler():
+    """What is taken here is not refused for its size there."""
+    assert MAX_GRAMMAR_CHARS == schema.MAX_TEXT
+    assert "1048576 characters" in str(refused({"regex": "x" * (MAX_GRAMMAR_CHARS + 1)}, "regex"))
+    message = str(refused({"choice": ["x" * MAX_GRAMMAR_CHARS, "y"]}, "choice", "100000 strings", "1048576 characters", "got 2 with 1048577"))
+    assert len(message) < 300
+    schema.rules("choice", ["x" * (MAX_GRAMMAR_CHARS - 1), "y"])
+
+
+def test_what_does_not_compile_is_left_to_the_engine():
+    """A compile can take seconds; verify takes none."""
+    for kind, text in (("regex", "(" * 1000), ("regex", "(?=a)"), ("ebnf", "root ::= root"), ("ebnf", "nothing"), ("regex", "(a{99}){99}")):
+        verify(**{kind: text})
+
+
+@pytest.mark.parametrize("name, here", [("guided_regex", "'regex'"), ("guided_choice", "'choice'"), ("guided_grammar", "'ebnf'"),
+                                        ("guided_json", "'json_schema', and not supported yet"), ("structured_outputs", "'json_object'"),
+                                        ("grammar", "'ebnf'"), ("response_format", "'json_object': true")])
+def test_other_servers_names_are_refused_with_ours(name, here):
+    with pytest.raises(RequestError, match=f"unknown field '{name}', got .*; here .*{re.escape(here)}") as caught:
+        SamplingParams.from_dict({name: {"regex": "a"}})
+    assert caught.value.param == name and not set(ELSEWHERE) & set(SamplingParams.__struct_fields__) - set(ALIASES)
 
 
 def test_unknown_fields_are_refused_by_name():
@@ -291,7 +348,7 @@ PARAMS = st.fixed_dictionaries({}, optional={
     "frequency_penalty": st.floats(-2, 2), "presence_penalty": st.integers(-2, 2), "repetition_penalty": st.floats(0.1, 2),
     "logit_bias": st.none() | st.dictionaries(st.integers(0, VOCAB - 1), st.floats(-100, 100), max_size=4),
     "logprobs": st.none() | st.integers(0, 20), "prompt_logprobs": st.none() | st.integers(0, 20),
-    "logprob_start_len": st.integers(0, CONTEXT), "skip_special_tokens": st.booleans(),
+    "logprob_start_len": st.integers(0, CONTEXT), "skip_special_tokens": st.booleans(), "choice": st.none() | st.lists(TEXT, min_size=1, max_size=4),
 })
 
 

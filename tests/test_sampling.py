@@ -19,7 +19,7 @@ from transformers.generation.logits_process import (
 
 from nano_sgl import native, sampling
 from nano_sgl.protocol import SamplingParams, derive_seed
-from nano_sgl.sampling import SamplingState, apply_mask, filter_, first_max, noise, prompt_logprobs, work_of
+from nano_sgl.sampling import Mask, SamplingState, filter_, first_max, noise, prompt_logprobs, work_of
 
 INF = math.inf
 
@@ -498,48 +498,37 @@ def test_min_tokens_masks_end_ids_until_reached():
 
 # ---- masks ---------------------------------------------------------------------------------------------------------------------
 
-def packed(allowed, vocab_size):
-    """A bit mask [1, ceil(V / 32)] int32 that allows these ids."""
-    bits = np.zeros((vocab_size + 31) // 32 * 32, dtype=np.uint8)
-    bits[list(allowed)] = 1
-    return torch.from_numpy(np.packbits(bits, bitorder="little").view(np.int32).copy())[None]
-
-
-def test_masks_follow_their_rows():
-    """F061: four masks, row 0 leaves, the others keep theirs; rows without a mask are untouched."""
-    vocab_size, generator = 100, np.random.default_rng(0)
-    allowed = [set(generator.permutation(vocab_size)[:9 + row].tolist()) | {99 - row, 31, 32} for row in range(4)]
-    masks = torch.cat([packed(ids, vocab_size) for ids in allowed])
-    logits = torch.randn(6, vocab_size)
-    for members in ([0, 1, 2, 3], [1, 2, 3], [3, 1]):
-        places = torch.tensor([5, 0, 3, 2][:len(members)])
-        changed = logits.clone()
-        apply_mask(changed, masks[members], places)
-        for place, member in zip(places.tolist(), members):
-            assert set((changed[place] > -INF).nonzero().flatten().tolist()) == allowed[member]
-        free = [row for row in range(6) if row not in places.tolist()]
-        assert torch.equal(changed[free], logits[free])
-    everything = torch.full((6, 4), -1, dtype=torch.int32)
-    changed = logits.clone()
-    apply_mask(changed, everything)
-    assert torch.equal(changed, logits)
+def mask_of(allowed, vocab_size):
+    """A mask that allows row i the ids of allowed[i]; None: all."""
+    banned = torch.zeros(len(allowed), vocab_size, dtype=torch.bool)
+    for row, ids in enumerate(allowed):
+        if ids is not None:
+            banned[row] = True
+            banned[row, list(ids)] = False
+    return Mask(lambda logits: logits.masked_fill_(banned, -INF), torch.ones(len(allowed)))
 
 
 def test_a_mask_wins_over_biases_and_not_over_logprobs():
     logits = torch.randn(2, 70)
-    mask = torch.cat([packed({3, 40, 69}, 70), torch.full((1, 3), -1, dtype=torch.int32)])
     params = SamplingParams(temperature=0, logit_bias={5: 100.0}, logprobs=1)
-    found = run(logits, [(params, 0), (params, 0)], mask=mask)
+    found = run(logits, [(params, 0), (params, 0)], mask=mask_of([{3, 40, 69}, None], 70))
     assert found.tokens.tolist() == [[3, 40, 69][int(logits[0, [3, 40, 69]].argmax())], 5]
     torch.testing.assert_close(found.logprobs, logits.log_softmax(-1).gather(1, found.tokens[:, None])[:, 0])
     requests = [(SamplingParams(), seed) for seed in range(100)]
-    hundred = run(torch.randn(1, 70).repeat(100, 1), requests, mask=mask[:1].repeat(100, 1))
+    hundred = run(torch.randn(1, 70).repeat(100, 1), requests, mask=mask_of([{3, 40, 69}] * 100, 70))
     assert set(hundred.tokens.tolist()) == {3, 40, 69}
 
 
 def test_a_mask_without_any_token_is_bad(kernel_set):
-    found = run(torch.randn(2, 70), [(SamplingParams(), 1)] * 2, mask=torch.tensor([[0, 0, 0], [-1, -1, -1]], dtype=torch.int32))
+    found = run(torch.randn(2, 70), [(SamplingParams(), 1)] * 2, mask=mask_of([set(), None], 70))
     assert found.bad.tolist() == [True, False]
+
+
+def test_what_is_drawn_without_knowing_what_may_come_is_not_counted():
+    state, params = SamplingState(3, 70, "cpu"), SamplingParams(frequency_penalty=1.0)
+    mask = Mask(lambda logits: None, torch.tensor([1.0, 0.0, 1.0]))
+    found = run(torch.randn(3, 70), [(params, seed) for seed in range(3)], mask=mask, state=state)
+    assert [state.counts[row, token].item() for row, token in enumerate(found.tokens.tolist())] == [1, 0, 1] and state.counts.sum() == 2
 
 
 # ---- logprobs ------------------------------------------------------------------------------------------------------------------
@@ -625,7 +614,7 @@ def test_nothing_is_computed_that_nobody_asked_for(monkeypatch):
     def forbidden(*args):
         raise AssertionError("computed for nobody")
 
-    for name in ("filter_", "_log_exponential", "_logprobs", "add_bias", "apply_mask"):
+    for name in ("filter_", "_log_exponential", "_logprobs", "add_bias"):
         monkeypatch.setattr(sampling, name, forbidden)
     run(logits, [(SamplingParams(temperature=0), 0)] * 4, state=state)
     assert state.counts is None and state.in_prompt is None and state.scratch == []
@@ -647,7 +636,7 @@ def test_no_sampling_waits_for_the_device(monkeypatch):
     batch = state.batch([(row, each, 2) for row, each in enumerate(params)])
     for name in ("item", "tolist", "__bool__", "__int__", "__float__", "__index__", "cpu", "numpy", "nonzero", "__iter__"):
         monkeypatch.setattr(torch.Tensor, name, forbidden)
-    state.sample(logits, positions, batch, torch.full((13, 20), -1, dtype=torch.int32))
+    state.sample(logits, positions, batch, Mask(lambda logits: None, torch.ones(13)))
 
 
 def test_an_empty_batch():

@@ -586,8 +586,9 @@ def time_gaps(url: str) -> list[float]:
 
 def test_unknown_and_unsupported_fields_are_refused_by_name(served):
     for path, body in (("/v1/completions", {"prompt": "hi"}), ("/v1/chat/completions", {"messages": CHAT})):
-        for name in ("nonsense", "prompt_logprobs", "max_new_tokens", "tools", "response_format", "suffix", "chat_template", "regex"):
-            check_refused(served.post(path, **body, **{name: {"type": "json_object"} if name == "response_format" else "x"}), param=name, names=name)
+        for name in ("nonsense", "prompt_logprobs", "max_new_tokens", "tools", "response_format", "suffix", "chat_template", "json_schema",
+                     "guided_json"):
+            check_refused(served.post(path, **body, **{name: "x"}), param=name, names=name)
         check_refused(served.post(path, **body, temprature=1), names="temperature")
         check_refused(served.post(path, **body, stream_options={"include_usage": True}), param="stream_options")
         check_refused(served.post(path, **body, stream=True, stream_options={"nonsense": 1}), param="stream_options")

@@ -15,14 +15,16 @@ LEVELS = {  # imports point down: a module may import those of lower levels that
     "model": {"kernels", "native", "memory", "weights"}, "policies": set(), "layout": set(),
     "scheduler": {"radix", "waiting", "policies", "layout", "memory", "protocol"}, "spec": {"native", "radix", "sampling"},
     "config": {"protocol", "radix", "eviction", "policies"}, "events": {"radix"},
-    "engine": {"config", "events", "protocol", "radix", "eviction", "weights", "kernels", "attention", "memory", "sampling", "model", "policies", "scheduler", "spec", "text"},
+    "constraint": {"compiler", "grammar", "masks", "protocol", "rules", "sampling", "spec", "vocab"},
+    "engine": {"config", "constraint", "events", "grammar", "masks", "vocab", "protocol", "radix", "eviction", "weights", "kernels", "attention", "memory", "sampling", "model", "policies", "scheduler", "spec", "text"},
     "rules": set(), "regex": {"rules"}, "schema": {"rules", "regex"}, "vocab": {"rules"}, "nodes": {"rules"},
-    "automaton": {"nodes", "rules", "vocab"}, "grammar": {"automaton", "nodes", "rules", "schema", "vocab"},
+    "automaton": {"nodes", "rules", "vocab"}, "grammar": {"automaton", "nodes", "rules", "schema", "vocab"}, "masks": {"native", "kernels"},
+    "compiler": {"grammar", "rules", "vocab"},
     "llm": {"engine", "config", "protocol", "chat", "radix"},
     "api": {"protocol", "chat"}, "process": {"protocol"}, "server": set(MODULES) - {"__init__", "__main__", "server"},
     "__init__": set(), "__main__": {"config", "protocol", "radix"},
 }
-TORCH_FREE = ["protocol", "eviction", "waiting", "policies", "layout", "radix", "events", "text", "chat", "config", "api", "process", "server", "__main__"]
+TORCH_FREE = ["protocol", "eviction", "waiting", "policies", "layout", "radix", "events", "text", "chat", "config", "api", "process", "server", "compiler", "__main__"]
 MAX_LINE, MAX_FILE, MAX_FUNCTION = 150, 850, 80
 
 

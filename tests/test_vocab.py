@@ -72,6 +72,17 @@ def test_special_tokens_are_no_text_and_other_added_tokens_are():
     assert vocab.tokens[tool] == b"<tool call>"
 
 
+@pytest.mark.parametrize("size", [0, 1, 40, 256, 258, 259, 300])
+def test_a_size_says_exactly_how_many_ids_there_are(size):
+    backend = byte_level()
+    end = backend.token_to_id("<|end|>")
+    known, vocab = Vocab.from_tokenizer(fast(backend)), Vocab.from_tokenizer(fast(backend), [end], size=size)
+    assert vocab.size == len(vocab.tokens) == size
+    assert vocab.tokens == (known.tokens + [None] * size)[:size]
+    assert vocab.end_ids == ((end,) if end < size else ())
+    assert sorted(vocab.order.tolist()) == [i for i, token in enumerate(vocab.tokens) if token]
+
+
 def test_a_prefix_that_a_decoder_drops_counts_as_a_blank():
     spell = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
     vocab = Vocab.from_tokenizer(fast(byte_fallback(spell)))
@@ -94,8 +105,6 @@ def test_the_demo_vocabulary(demo):
     for text in ("Hello, \"wörld\"!\n\n\tdef f(x):   return x", "日本語 🙂 ½", "0123 4567"):
         ids = demo.encode(text, add_special_tokens=False)
         assert vocab.decode(ids) == text.encode()
-    padded = Vocab.from_tokenizer(demo, size=49_160)
-    assert padded.size == 49_160 and padded.tokens[-1] is None
 
 
 def test_the_byte_table_is_the_libraries():

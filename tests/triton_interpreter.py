@@ -16,10 +16,11 @@ import triton  # noqa: F401
 import nano_sgl
 from nano_sgl import attention as compiled_attention
 from nano_sgl import kernels as compiled_kernels
+from nano_sgl import masks as compiled_masks
 
 
 def load_interpreted():
-    """(kernels, attention) of a second copy of the package, whose Triton kernels run in the interpreter on CPU tensors."""
+    """(kernels, attention, masks) of a second copy of the package, whose Triton kernels run in the interpreter on CPU tensors."""
     spec = importlib.util.spec_from_file_location(
         "nano_sgl_interpreted", nano_sgl.__file__, submodule_search_locations=nano_sgl.__path__
     )
@@ -27,7 +28,7 @@ def load_interpreted():
     before = os.environ.pop("TRITON_INTERPRET", None)
     os.environ["TRITON_INTERPRET"] = "1"
     try:
-        return tuple(importlib.import_module(f"{spec.name}.{name}") for name in ("kernels", "attention"))
+        return tuple(importlib.import_module(f"{spec.name}.{name}") for name in ("kernels", "attention", "masks"))
     finally:
         del os.environ["TRITON_INTERPRET"]
         if before is not None:
@@ -35,6 +36,6 @@ def load_interpreted():
 
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-kernels, attention = (compiled_kernels, compiled_attention) if DEVICE == "cuda" else load_interpreted()
+kernels, attention, masks = (compiled_kernels, compiled_attention, compiled_masks) if DEVICE == "cuda" else load_interpreted()
 # The interpreter computes wrongly on bfloat16 (products, sums, dots), so attention in bfloat16 waits for a device
 FLOATS = [torch.float32, torch.float16] + ([torch.bfloat16] if DEVICE == "cuda" else [])

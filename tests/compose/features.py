@@ -79,6 +79,11 @@ def ask_stop(kind, ids, answer):
     return {} if kind % 4 == 1 or len(text) < 4 else dict(stop=text[len(text) // 2:][:2])
 
 
+def ask_grammar(kind, ids, answer):
+    """Texts that a regex or an EBNF allows, as long as they like; one that is counted, and ends; or any."""
+    return (dict(regex="([a-z]{1,5}[ ,.])*"), {}, dict(ebnf='root ::= ("(" [a-z]+ ")" | [b-d])*'), dict(regex="[ -~]{0,18}"))[kind % 4]
+
+
 def abort_one(engine, step, random):
     """Every third step somebody leaves: waiting, between chunks or in flight, whoever it is."""
     if step % 3 == 2 and engine.streams:
@@ -195,6 +200,8 @@ FEATURES = [
             needs_cache=True, counted="guesses that were right", proof=lambda run: run.counted("guesses")),
     Feature("adaptive draft length", "ad", flags=dict(speculative_algorithm="ngram", speculative_draft_length="adaptive"), asks=ask_few_tokens,
             during=guesses_are_cheap, counted="guesses that were right", proof=lambda run: run.counted("guesses")),
+    Feature("grammar", "gr", asks=ask_grammar, counted="answers that differ from those without",
+            proof=lambda run: run.changed_by(regex=None, ebnf=None)),
     Feature("bfloat16", "bf", flags=dict(dtype="bfloat16"), counted="steps of a model in bfloat16",
             proof=lambda run: len(run.batches) * (str(run.engine.model.dtype) == "torch.bfloat16")),
     Feature("int8", "i8", flags=dict(quantization="int8"), counted="steps of a model with int8 weights", proof=steps_in_int8),

@@ -181,3 +181,38 @@ def count_no_guesses(engine: Engine):
         return sample(logits, positions, batch, mask, branch, guesses)
     engine.sampler.sample = wrong
     return idle, struck
+
+
+def begin_the_grammar_anew(engine: Engine):
+    """A request that starts again after a retraction is where its grammar begins."""
+    struck, plan = [], engine._plan
+
+    def wrong(batch):
+        begun = [(one, one.state) for req in batch.started if req.output_ids and (one := engine.streams[req.rid].constraint)]
+        for one, _ in begun:
+            struck.append(one)
+            one.state = one.grammar.start
+        try:
+            return plan(batch)
+        finally:
+            for one, state in begun:
+                one.state = state
+    engine._plan = wrong
+    return idle, struck
+
+
+def follow_the_grammar_to_the_root_only(engine: Engine):
+    """The state of a row does not take notice of the guesses that were right."""
+    struck, verify = [], engine._verify
+
+    def wrong(guesses, logits, rows, params, walk, results):
+        if walk is not None:
+            finish = walk.finish
+
+            def behind(tokens, nodes):
+                struck.extend(nodes[nodes > 0].tolist())
+                return finish(tokens)
+            walk.finish = behind
+        return verify(guesses, logits, rows, params, walk, results)
+    engine._verify = wrong
+    return idle, struck

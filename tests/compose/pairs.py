@@ -12,6 +12,7 @@ engine's perturbed logits of the two tokens (edited, divided by the temperature,
 the bound of the dtype, and forks are counted.
 """
 
+import functools
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -119,6 +120,11 @@ class Plain:
             z[0, token] += value
         if len(prefix) < p.min_tokens:
             z[0, sorted({*self.engine.end_ids, *(p.stop_token_ids or ())})] = -torch.inf
+        if p.grammar is not None:
+            machine = self.engine.constraints.compiler.submit(*p.grammar).result()
+            state = functools.reduce(machine.step, prefix, machine.start)
+            bits = torch.from_numpy(machine.mask(state))[:, None] >> torch.arange(32) & 1
+            z[0, bits.flatten()[:z.shape[1]] == 0] = -torch.inf
         if p.greedy:
             return z[0]
         state = sampling.SamplingState(1, z.shape[1], "cpu")

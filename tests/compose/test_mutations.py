@@ -28,7 +28,8 @@ def test_a_pair_sees_a_zeroed_slot_and_a_skipped_repoint(lab, cell):
 
 OTHERS = {mutations.shorten_a_row: (), mutations.skip_the_copies: ("page 16", "n"), mutations.keep_an_overrun_token: ("overlap", "stop strings"),
           mutations.noise_by_row: ("seeded sampling",), mutations.forget_counts: ("retraction", "penalties and bias"), mutations.take_a_wrong_guess: ("guesses of ngram",),
-          mutations.leave_the_guesses_where_they_are: ("guesses of ngram",), mutations.count_no_guesses: ("guesses of radix", "penalties and bias")}
+          mutations.leave_the_guesses_where_they_are: ("guesses of ngram",), mutations.count_no_guesses: ("guesses of radix", "penalties and bias"), mutations.begin_the_grammar_anew: ("retraction", "grammar"),
+          mutations.follow_the_grammar_to_the_root_only: ("guesses of radix", "grammar")}
 
 
 @pytest.mark.parametrize("mutate", OTHERS, ids=lambda mutate: mutate.__name__)

@@ -1,0 +1,109 @@
+"""What a grammar costs a model's answers: throughput with and without, on one engine, in turn.
+
+    python bench/constrained.py [--model demo] [--dtype bfloat16] [--batch 16] [--tokens 128] [--repeats 5]
+
+One engine answers `--batch` prompts at a time, `--tokens` tokens each, sampled; the prompts are cached, so that what is timed is decoding. Rows:
+
+anything     the regex (.|\\n)*, which allows whatever the free answer says: the texts are the same, and so is the work but for the grammar
+letters      a regex of words and punctuation, counted
+json         any JSON object, until the tokens are used up or it is complete
+one grammar  a new regex that all requests of a batch share, so that it is compiled and its rows are built once
+own grammars the same regex in as many spellings as there are requests, each compiled for itself: what a cache of compiled grammars saves
+
+`speed`: tokens a second, divided by those of the free answers in the same turn; median of the repeats (lowest, highest). `misses`: steps that a
+request lost because a row was not there. `bytes`: sent to the device per constrained token, tables and all; a mask of bits would be the vocabulary's
+size / 8 for each. The last line is own grammars beside one grammar.
+"""
+
+import argparse
+import random
+import statistics
+import time
+
+from nano_sgl import LLM, SamplingParams
+
+WORDS = "river stone cloud paper engine garden winter copper signal bridge lantern orchard".split()
+FIELDS = ("name", "house", "blood", "occupation", "wand", "alive")
+
+
+def prompts(count: int) -> list[str]:
+    """Beginnings of a text, no two alike."""
+    rng = random.Random(0)
+    return [f"A story about a {' and a '.join(rng.sample(WORDS, 3))}, number {i}:" for i in range(count)]
+
+
+def record(turn: int, spelling: int = 0) -> str:
+    """A regex for a small record in JSON, another one for each turn; `spelling` changes how it is written, not what it matches."""
+    parts = [f'"{name}_{turn}": ("[\\w ]{{1,24}}"|\\d{{1,3}}|true|false)' for name in FIELDS]
+    return "(?:)" * spelling + r"\{" + ", ".join(parts) + r"\}"
+
+
+def asked(name: str, turn: int, batch: int) -> list[dict]:
+    """The grammar of each request of a batch."""
+    match name:
+        case "free":
+            return [{}] * batch
+        case "anything":
+            return [dict(regex=r"(.|\n)*")] * batch
+        case "letters":
+            return [dict(regex=r"([\w'-]{1,20}[ ,.;:!?\n]{1,2}){0,400}")] * batch
+        case "json":
+            return [dict(json_object=True)] * batch
+        case "one grammar":
+            return [dict(regex=record(2 * turn))] * batch
+        case "own grammars":
+            return [dict(regex=record(2 * turn + 1, spelling)) for spelling in range(batch)]
+    raise ValueError(name)
+
+
+def play(llm: LLM, name: str, turn: int, batch: int, tokens: int) -> tuple[float, int, dict]:
+    """(seconds, tokens, what the grammars' counts grew by) of one batch."""
+    texts = prompts(batch)
+    llm.generate(texts, SamplingParams(max_tokens=1), progress=False)
+    before = llm.engine.stats()
+    params = [SamplingParams(max_tokens=tokens, temperature=0.8, seed=i, ignore_eos=True, **given) for i, given in enumerate(asked(name, turn, batch))]
+    start = time.perf_counter()
+    answers = llm.generate(texts, params, progress=False)
+    seconds = time.perf_counter() - start
+    now = llm.engine.stats()
+    assert not any(answer.error for answer in answers), next(answer.error for answer in answers if answer.error)
+    counts = {key: value - before.get(key, 0) for key, value in now.items() if key.startswith("grammar_")}
+    return seconds, sum(len(answer.output_ids) for answer in answers), counts
+
+
+def main(argv: list[str] | None = None) -> None:
+    """See the top of the file."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="demo")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--repeats", type=int, default=5)
+    args = parser.parse_args(argv)
+    if min(args.batch, args.tokens, args.repeats) < 1:
+        parser.error("--batch, --tokens and --repeats are at least 1")
+    names = ["free", "anything", "letters", "json", "one grammar", "own grammars"]
+    speeds: dict[str, list[float]] = {name: [] for name in names}
+    last: dict[str, dict] = {}
+    with LLM(args.model, dtype=args.dtype) as llm:
+        vocab = llm.engine.vocab_size
+        for turn in range(args.repeats + 1):  # the first warms up
+            order = names[turn % len(names):] + names[:turn % len(names)]  # nobody is always first
+            found = {name: play(llm, name, turn, args.batch, args.tokens) for name in order}
+            for name, (seconds, tokens, counts) in found.items():
+                if turn:
+                    speeds[name].append(tokens / seconds)
+                    last[name] = counts
+    print(f"batch {args.batch}, {args.tokens} tokens, {args.repeats} repeats, {args.model} in {args.dtype}; a mask of bits is {-(-vocab // 32) * 4} bytes\n")
+    print("| grammar | speed | misses | bytes |\n|---|---|---|---|")
+    for name in names[1:]:
+        ratios = [a / b for a, b in zip(speeds[name], speeds["free"])]
+        counts = last[name]
+        print(f"| {name} | {statistics.median(ratios):.3f} ({min(ratios):.3f}, {max(ratios):.3f}) | {counts['grammar_misses']} "
+              f"| {counts['grammar_bytes'] / max(counts['grammar_tokens'], 1):.0f} |")
+    ratios = [a / b for a, b in zip(speeds["one grammar"], speeds["own grammars"])]
+    print(f"\none grammar beside own grammars: {statistics.median(ratios):.2f} ({min(ratios):.2f}, {max(ratios):.2f})")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,298 @@
+"""Constraint: outputs that follow a grammar, in a loop that waits for nothing.
+
+A grammar's state is an integer (grammar.py), so all that a request needs of its grammar is one number in its device row:
+
+      step n, in stream order          state of the row, or of each node of its draft tree
+          forward -> logits   --mask--> sample --token--> next state, into the row          no value crosses to the host for it,
+                                ^                  ^                                        and no mask to the device
+                         the device's copy of the tables (masks.py): what each state allows, and what follows each token
+                                ^
+      host, beside the loop     rows of tables, as states are met (compiler.py)
+
+  miss       The row of a state may not be there yet. Then nothing is sampled: the request computes its last token again in its next step. It costs
+             that request one step and nobody else anything. The host, which is told the state of each row with its tokens, has the row built at
+             once: where a step takes longer than that (on a CPU always), tables are brought up to date after the forward pass, and nothing is lost.
+  held       A request that has missed sits out until its row is there.
+  drafts     States of a draft tree are a walk from its root. A guess that the grammar forbids, or whose state has no row, ends its branch.
+  the end    End ids are allowed where the text may end. Behind one a row is DEAD: it samples nothing more.
+
+Requests wait for their grammar before they are queued, so that nobody waits for them; equal grammars are one, compiled once.
+
+Invariant: a row's state is a function of its grammar and its tokens, whatever was missed, retracted or guessed. Cost: a gather and a pass over the
+logits of each constrained row; per step a look whether there is news. Where it stops: a state from which no token of the vocabulary leads on ends its
+request with an error. Source: SGLang's and XGrammar's masks are made on the host for each token; states on the device follow Willard and Louf (2023).
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from . import sampling
+from .compiler import Compiler
+from .grammar import INDEX, Grammar
+from .masks import DEAD, DeviceTables
+from .protocol import Request, RequestError
+from .rules import GrammarError
+from .spec import DraftTree, Step
+from .vocab import Vocab
+
+
+@dataclass
+class Constraint:
+    """What the host knows of a request's grammar."""
+    grammar: Grammar
+    state: int                      # behind its last known token
+
+    @property
+    def has_row(self) -> bool:
+        return self.grammar.tables.rows[self.state & INDEX] is not None
+
+
+class Group(NamedTuple):
+    """The rows of a step whose grammars share tables, of S rows that sample at M places. C of them, at K places."""
+    tables: DeviceTables
+    at: Tensor                      # [C] int64 of S
+    places: Tensor | None           # [K] int64 of M; None: all of them, in order
+
+
+@dataclass
+class Walked:
+    """What a step leaves for the host, of S rows."""
+    states: Tensor                  # [S] int64 behind the step; DEAD: of rows without a grammar, or the text has ended
+    missed: Tensor                  # [S] bool: nothing was sampled
+
+
+class Walk:
+    """The states of one step, of S rows and N nodes; without guesses there is one, the root."""
+
+    def __init__(self, constraints: Constraints, groups: Sequence[Group], rows: Tensor, step: Step | None = None):
+        """rows: [S] int64 request rows."""
+        self.constraints, self.groups, self.rows, self.step = constraints, groups, rows, step
+        self.states = torch.full((len(rows), step.tree.tokens.shape[1] if step else 1), DEAD, dtype=torch.int64, device=rows.device)  # [S, N]
+        self.ready = torch.ones(self.states.shape, dtype=torch.bool, device=rows.device)                                             # [S, N]
+        for tables, at, _ in groups:
+            constraints.bytes_sent += tables.refresh()
+            states = constraints.states[rows[at]]
+            states = states[:, None] if step is None else tables.walk(states, step.tree.tokens[at], step.tree.parents[at])
+            self.states[at] = states
+            self.ready[at] = tables.has_row(states.flatten()).view(states.shape)
+
+    def mask(self) -> sampling.Mask:
+        """For the sampler, of the places that are sampled."""
+        ready = self.ready[:, 0] if self.step is None else self.step.of(self.ready)
+        return sampling.Mask(self._apply, ready.float())
+
+    def _apply(self, logits: Tensor) -> None:
+        states = self.states[:, 0] if self.step is None else self.step.of(self.states)      # [M]
+        for tables, _, places in self.groups:
+            tables.mask(logits, places, states if places is None else states[places])
+
+    def tree(self) -> DraftTree:
+        """The draft tree without the guesses that may not come: they equal nothing that is sampled."""
+        tree = self.step.tree
+        ready = self.ready & self.ready[:, :1]
+        ready[:, 0] = True
+        return DraftTree(torch.where(ready, tree.tokens, -1), tree.parents, tree.sizes)
+
+    def finish(self, tokens: Tensor, nodes: Tensor | None = None) -> Walked:
+        """Put into the rows what follows the `tokens` [S] that were sampled at `nodes` [S] (None: the roots)."""
+        missed, states = ~self.ready[:, 0], torch.full_like(self.rows, DEAD)
+        last = self.states[:, 0] if nodes is None else self.states.gather(1, nodes[:, None])[:, 0]
+        for tables, at, _ in self.groups:
+            states[at] = torch.where(missed[at], self.states[at, 0], tables.advance(last[at], tokens[at]))
+            self.constraints.states[self.rows[at]] = states[at]
+        return Walked(states, missed)
+
+
+class Compiling(NamedTuple):
+    """A request that waits for its grammar."""
+    request: Request
+    seed: int
+    grammar: Future
+    since: float
+
+
+class Constraints:
+    """The grammars of an engine's requests. `states` [R] int64, one a device row, and the copies of tables belong to whoever runs the steps; all
+    else is for the engine's thread, but `compile`, which any may call."""
+
+    def __init__(self, make_vocab: Callable[[], Vocab], max_rows: int, device: str, *, whitespace: str, cache_size: int, timeout_s: float,
+                 prefetches: int):
+        """prefetches: rows that are built ahead of each new state. None pay off where a step lasts longer than building a row."""
+        self.compiler = Compiler(make_vocab, whitespace=whitespace, max_cached=cache_size, timeout_s=timeout_s)
+        self.device, self.timeout_s, self.prefetches = device, timeout_s, prefetches
+        self.states = torch.full((max_rows,), DEAD, dtype=torch.int64, device=device)
+        self.waiting: dict[str, Compiling] = {}
+        self.held: dict[str, Constraint] = {}
+        self.bytes_sent = self.tokens = self.misses = 0
+        self.used = False
+        self._copies: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()       # Tables -> DeviceTables
+
+    # ---- before a request is queued
+
+    def compile(self, request: Request) -> Future | None:
+        """The request's grammar to come; None if it has none. Its exception is a RequestError or a GrammarError: see `refusal`."""
+        if request.params.grammar is None:
+            return None
+        self.used = True
+        return self.compiler.submit(*request.params.grammar)
+
+    def refused(self, request: Request) -> RequestError | None:
+        """Wait for the request's grammar; why it is refused, if it is."""
+        future = self.compile(request)
+        while True:
+            if future.done():
+                found = outcome(request, future)
+                return found if isinstance(found, RequestError) else None
+            if self.compiler.expired(future):
+                return refusal(request, self._too_slow())
+            wait([future], timeout=0.1)
+
+    def _too_slow(self) -> GrammarError:
+        return GrammarError(f"compiling takes longer than {self.timeout_s:g} s", "grammar")
+
+    def compiled(self, clock: float, waiting_timeout: float | None) -> list[tuple[Compiling, Grammar | RequestError]]:
+        """The requests that need not wait for their grammars any more: it is there, or is refused, or took too long."""
+        done = []
+        for rid, one in list(self.waiting.items()):
+            if one.grammar.done():
+                found = outcome(one.request, one.grammar)
+            elif self.compiler.expired(one.grammar):
+                found = refusal(one.request, self._too_slow())
+            elif waiting_timeout is not None and clock - one.since > waiting_timeout:
+                found = RequestError(f"the request waited for its grammar for more than {waiting_timeout:g} s, the server's waiting_timeout",
+                                     status=503)
+            else:
+                continue
+            del self.waiting[rid]
+            done.append((one, found))
+        return done
+
+    # ---- for a step
+
+    def groups(self, members: Sequence[tuple[Constraint | None, int]]) -> list[Group]:
+        """The rows that sample, (constraint, places at which it samples) each, sorted by tables."""
+        by_tables: dict[int, tuple[Grammar, list[int], list[int]]] = {}
+        first = 0
+        for i, (constraint, count) in enumerate(members):
+            if constraint is not None:
+                _, at, places = by_tables.setdefault(id(constraint.grammar.tables), (constraint.grammar, [], []))
+                at.append(i)
+                places += range(first, first + count)
+            first += count
+        upload = lambda ids: torch.from_numpy(np.array(ids, np.int64)).to(self.device, non_blocking=True)
+        return [Group(self._copy(grammar.tables), upload(at), None if len(places) == first else upload(places))
+                for grammar, at, places in by_tables.values()]
+
+    def _copy(self, tables) -> DeviceTables:
+        if tables not in self._copies:
+            self._copies[tables] = DeviceTables(tables, self.device)
+        return self._copies[tables]
+
+    # ---- after a step
+
+    def learn(self, rid: str, constraint: Constraint, state: int, missed: bool, tokens: int) -> GrammarError | None:
+        """A row's state behind a step is known, and so many tokens were sampled: have built what it will need. An error if it cannot be."""
+        self.tokens, self.misses = self.tokens + tokens, self.misses + missed
+        if state == DEAD:
+            return None
+        is_new, constraint.state = state != constraint.state, state
+        if constraint.has_row:
+            if is_new and self.prefetches:
+                self.compiler.prefetch(constraint.grammar, state, self.prefetches)
+            return None
+        if missed:
+            self.held[rid] = constraint
+        return self.compiler.want(constraint.grammar, state)
+
+    def release(self) -> list[str]:
+        """Who need not be held any more: the row is there, or never will be."""
+        free = [rid for rid, one in self.held.items() if one.has_row or self.compiler.want(one.grammar, one.state) is not None]
+        for rid in free:
+            del self.held[rid]
+        return free
+
+    def forget(self, rid: str) -> None:
+        """The request has ended."""
+        self.held.pop(rid, None)
+
+    @staticmethod
+    def why_stuck(constraint: Constraint | None, request: Request, output_len: int, new: Sequence[int]) -> RequestError | None:
+        """What to say where no token was left to sample behind `new` ones, the last of the output; None if the grammar is not to blame."""
+        if constraint is None:
+            return None
+        grammar, state = constraint.grammar, constraint.state
+        for token in new:
+            state = grammar.step(state, token)
+        allowed, ends = np.flatnonzero(np.unpackbits(grammar.mask(state).view(np.uint8), bitorder="little")), grammar.vocab.end_ids
+        if not allowed.size:
+            return refusal(request, GrammarError("no token of the model's vocabulary can go on from here", "grammar"))
+        held_back = {*ends, *(request.params.stop_token_ids or ())} if output_len < request.params.min_tokens else set()
+        if held_back.issuperset(allowed.tolist()):
+            return RequestError(f"min_tokens is {request.params.min_tokens}, but after {output_len} tokens the grammar allows nothing but the end",
+                                "min_tokens")
+        return None
+
+    def stats(self) -> dict:
+        """Counts, once there was a request with a grammar."""
+        if not self.used:
+            return {}
+        return {"grammar_queue": len(self.waiting), "grammar_tokens": self.tokens, "grammar_misses": self.misses, "grammar_bytes": self.bytes_sent,
+                **self.compiler.stats()}
+
+
+def outcome(request: Request, future: Future) -> Grammar | RequestError:
+    """What has come of a grammar that was asked for."""
+    if future.cancelled():
+        return RequestError("the engine was shut down", status=503)
+    error = future.exception()
+    return future.result() if error is None else refusal(request, error)
+
+
+def refusal(request: Request, error: Exception) -> RequestError:
+    """What a client is told whose grammar was refused. Errors of other kinds are not theirs, and are passed on as they are."""
+    if isinstance(error, RequestError):
+        return error
+    kind = request.params.grammar[0]
+    if isinstance(error, GrammarError):
+        text = str(error)
+        return RequestError(text if text.startswith(f"{kind}:") else f"{kind}: {text}", kind)
+    return RequestError(f"{kind}: the grammar could not be compiled: {error}", kind, status=500)
+
+
+def _demo() -> None:
+    """Two rows with a grammar and one without: what each of them may sample, and does."""
+    letters = [bytes([b]) for b in b"abc,"] + [b"ab", b",a", None]
+    constraints = Constraints(lambda: Vocab(letters, end_ids=[6]), 4, "cpu", whitespace="fixed", cache_size=8, timeout_s=10, prefetches=0)
+    ours = [Constraint(constraints.compiler.submit("regex", text).result(), 0) for text in ("[ab]{2,4}(,c)?", "c+")]
+    names = [(token or b"<end>").decode() for token in letters]
+    rows, words = torch.tensor([1, 2, 3]), lambda row: " ".join(name for name, z in zip(names, row.tolist()) if z == 0)
+    for row, one in enumerate(ours, start=1):
+        one.state = one.grammar.start
+        constraints.states[row] = one.state
+    groups = constraints.groups([(ours[0], 1), (ours[1], 1), (None, 1)])
+    for tokens in ([4, 2, 0], [1, 2, 1], [1, 6, 1], [3, 0, 2]):
+        walk, logits = Walk(constraints, groups, rows), torch.zeros(3, len(letters))
+        walk.mask().forbid(logits)
+        print("  ".join(f"row {row}: {words(z):14}" for row, z in enumerate(logits, start=1)), end="  ")
+        walked = walk.finish(torch.tensor(tokens))
+        print("sampled", *("-" if missed else names[token] for token, missed in zip(tokens, walked.missed.tolist())))
+        for i, one in enumerate(ours):
+            constraints.learn(str(i), one, int(walked.states[i]), bool(walked.missed[i]), 1)
+            while not one.has_row:
+                constraints.compiler.wait(0.01)
+    print(f"{constraints.misses} misses, {constraints.bytes_sent} bytes to the device; a fifth row would find its tables there")
+    constraints.compiler.close()
+
+
+if __name__ == "__main__":
+    _demo()

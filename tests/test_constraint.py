@@ -1,0 +1,303 @@
+"""Grammars in the engine: texts that a model of `transformers` and the grammar's own masks give, on every kind of device, whatever is missed,
+guessed, retracted or aborted; the wait for a grammar; what a client is told."""
+
+import random
+import re
+import threading
+import time
+
+import pytest
+import torch
+
+import engines
+import tiny
+from engines import make, overlapped, params, prompt, request, run, same
+from nano_sgl import LLM, grammar, masks
+from nano_sgl.protocol import RequestError
+from nano_sgl.rules import GrammarError
+
+LIST = 'root ::= "[" (item ("," item)*)? "]"\nitem ::= root | [a-z]{1,3}'
+GRAMMARS = [dict(regex="[a-z]{2,9} (the|and|in){1,3}[.!]"), dict(ebnf=LIST), dict(choice=["the", "then", "and so on", "é"]), dict(json_object=True),
+            dict(regex=r"(\w|[ ,]){0,40}"), dict(regex="a{3}b*c?")]
+MIXES = [dict(), dict(temperature=1, seed=3), dict(temperature=1.5, top_k=20, seed=4, logprobs=2), dict(temperature=1, top_p=0.8, min_p=0.01, seed=5),
+         dict(frequency_penalty=1.5, presence_penalty=0.5), dict(repetition_penalty=1.4, temperature=0.7, seed=7),
+         dict(logit_bias={97: 8.0, 98: -100}, temperature=0.9, seed=8, logprobs=0), dict(ignore_eos=False, temperature=1, seed=9),
+         dict(logit_bias={97: 30.0, 98: 30.0, 110: 30.0}), dict(logit_bias={97: 30.0, 44: 30.0}, max_tokens=40, temperature=0.5, seed=2)]
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return engines.tiny_path(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def reference(path):
+    return engines.Reference(path)
+
+
+def requests_of(seed: int, count: int = 24) -> list:
+    """With grammars, two thirds of them, and without."""
+    rng, made = random.Random(seed), []
+    for i in range(count):
+        asked = dict(max_tokens=rng.choice([3, 15, 40])) | MIXES[i % len(MIXES)] | (rng.choice(GRAMMARS) if i % 3 else {})
+        made.append(request(f"g{i}", (prompt(12, rng.randrange(6)) * 5)[:rng.randrange(2, 50)], params(**asked)))
+    return made
+
+
+def forced_misses(engine, steps: int = 2):
+    """The rows of grammars are there only some calls of `step` after they were asked for."""
+    compiler, asked, want = engine.constraints.compiler, {}, engine.constraints.compiler.want
+
+    def late(machine, state):
+        key = id(machine.tables), state & grammar.INDEX
+        asked[key] = asked.get(key, 0) + 1
+        return want(machine, state) if asked[key] > steps else None
+    compiler.want = late
+    return asked
+
+
+# ---- right
+
+def test_greedy_texts_are_those_of_transformers_and_the_masks(path):
+    """F121: at each place the most likely token of those that the grammar's mask allows."""
+    engine, model = make(path), tiny.reference(path)
+    vocab = engine.constraints.compiler.submit("regex", "a").result().vocab
+    for i, given in enumerate(GRAMMARS):
+        asked = request(f"r{i}", prompt(20, i), params(max_tokens=20, ignore_eos=False, **given))
+        kind, text = asked.params.grammar
+        machine = grammar.compile(kind, text, vocab)
+        ids, state = list(asked.prompt_ids), machine.start
+        while len(ids) < 40 and state is not None:
+            with torch.no_grad():
+                logits = model(torch.tensor([ids])).logits[0, -1]
+            mask = torch.from_numpy(machine.mask(state))
+            bits = (mask[:, None] >> torch.arange(32) & 1).bool().flatten()[:len(logits)]
+            ids.append(int(logits.masked_fill(~bits, -torch.inf).argmax()))
+            state = machine.step(state, ids[-1])
+        answer = run(engine, [asked])[asked.rid]
+        assert answer.ids == ids[20:] and answer.reason == ("stop" if state is None else "length")
+    engine.shutdown()
+
+
+@pytest.mark.parametrize("device, depth", [("inline", 0), ("thread", 1), ("late", 1), ("late", 2)])
+@pytest.mark.parametrize("flags", [dict(), dict(page_size=4, chunked_prefill_size=16), dict(disable_radix_cache=True),
+                                   dict(max_total_tokens=260, chunked_prefill_size=24, max_running_requests=6),
+                                   dict(speculative_algorithm="ngram+radix", speculative_draft_length="fixed"),
+                                   dict(speculative_algorithm="ngram", speculative_draft_length="fixed", page_size=4, speculative_eagle_topk=1,
+                                        max_total_tokens=400)], ids=str)
+@pytest.mark.parametrize("misses", ["few", "late", "many"])
+def test_nothing_changes_the_text(path, reference, device, depth, flags, misses, monkeypatch):
+    """Devices behind a fence, books proved after every step; asked twice, so that there are answers to guess from. Rows are missing as they
+    happen to, for some steps each, or everywhere now and then: roots and guesses."""
+    engine = make(path, **flags) if device == "inline" else overlapped(path, device, depth, **flags)
+    if misses == "late":
+        forced_misses(engine)
+    if misses == "many":
+        draw, has_row = torch.Generator().manual_seed(depth), masks.DeviceTables.has_row
+        often = lambda self, states: has_row(self, states) & (torch.rand(len(states), generator=draw) > 0.3)
+        monkeypatch.setattr(masks.DeviceTables, "has_row", often)
+    if "max_running_requests" in flags:
+        engine.scheduler.ratio = 0.1
+    for turn in range(2):
+        requests = requests_of(0)
+        answers = run(engine, requests)
+        for r in requests:
+            same(answers[r.rid], reference(r))
+    stats = engine.stats()
+    assert stats["grammar_tokens"] > 200 and stats["grammar_misses"] >= {"few": 0, "late": 5, "many": 100}[misses]
+    assert not engine.constraints.held and not engine.constraints.waiting
+    if "speculative_algorithm" in flags:
+        assert engine.speculation.total.accepted > 10
+    engine.shutdown()
+
+
+def test_on_a_slow_host_nothing_is_missed_where_the_device_waits_for_no_one(path):
+    """In line, a row is built while the next step's forward pass runs, or the step misses it; either way each state is missed a few times at most."""
+    engine = make(path)
+    answers = run(engine, [request(i, prompt(10, i), params(temperature=1, seed=i, max_tokens=30, json_object=True)) for i in range(4)])
+    assert all(a.reason in ("stop", "length") for a in answers.values()) and engine.stats()["grammar_misses"] <= engine.stats()["grammar_rows"]
+    engine.shutdown()
+
+
+@pytest.mark.parametrize("given, pattern", [(GRAMMARS[0], GRAMMARS[0]["regex"]), (GRAMMARS[2], "the|then|and so on|é"), (GRAMMARS[5], "a{3}b*c?"),
+                                            (dict(regex=r"\d{3}-[A-F\d]{2,4}"), r"\d{3}-[A-F\d]{2,4}")])
+def test_samples_match_the_pattern(path, given, pattern):
+    with LLM(str(path), max_total_tokens=2048) as llm:
+        outputs = llm.generate([65] * 4, params(temperature=1.5, seed=1, n=30, max_tokens=60, ignore_eos=False, **given))
+    ended = [o for o in outputs if o.finish_reason == "stop"]
+    assert len(ended) > 15 and all(re.fullmatch(pattern, o.text) for o in ended), [o.text for o in ended]
+    assert len({o.text for o in ended}) > 1
+
+
+def test_the_end_of_a_grammar_is_the_end(path):
+    """F121: nothing may follow, whatever ends are ignored."""
+    engine = make(path)
+    asked = dict(regex="yes|no", max_tokens=50)
+    answers = run(engine, [request("a", [1, 2], params(ignore_eos=False, **asked)), request("b", [1, 2], params(ignore_eos=True, **asked)),
+                           request("c", [1, 2], params(ignore_eos=False, min_tokens=20, **asked))])
+    assert answers["a"].text in ("yes", "no") and answers["a"].reason == answers["b"].reason == "stop" and answers["b"].text == answers["a"].text
+    assert answers["c"].reason == "error" and "min_tokens is 20, but after" in answers["c"].error and answers["c"].status == 400
+    engine.shutdown()
+
+
+def test_rows_of_a_batch_keep_their_grammars_when_others_leave(path):
+    """F061: grammars of different kinds side by side, some short, some long, beside rows that are free."""
+    engine = make(path)
+    kinds = [dict(regex=f"[{a}-{b}]{{{n}}}") for a, b, n in (("a", "c", 3), ("d", "f", 30), ("0", "9", 7), ("x", "z", 15))] + [{}]
+    requests = [request(i, [70 + i] * 3, params(temperature=1, seed=i, max_tokens=40, ignore_eos=False, **kinds[i % 5])) for i in range(20)]
+    for i, answer in run(engine, requests).items():
+        if int(i) % 5 < 4:
+            assert re.fullmatch(kinds[int(i) % 5]["regex"], answer.text) and answer.reason == "stop"
+    engine.shutdown()
+
+
+# ---- the wait for a grammar
+
+@pytest.fixture
+def slow(monkeypatch):
+    """Grammars whose compilation ends when the event is set."""
+    gate, compile_ = threading.Event(), grammar.compile
+
+    def late(kind, text, vocab, **options):
+        if "SLOW" in str(text):
+            gate.wait(30)
+        return compile_(kind, text, vocab, **options)
+    monkeypatch.setattr(grammar, "compile", late)
+    yield gate
+    gate.set()
+
+
+def test_nobody_waits_for_a_grammar_but_who_asked_for_it(path, slow):
+    engine = make(path)
+    engine.add(request("slow", [1, 2, 3], params(regex="SLOW[a-z]{3}", max_tokens=20, ignore_eos=False)))
+    answers = run_until(engine, [request("fast", [1, 2, 3], params(max_tokens=10)), request("other", [1], params(regex="b+", max_tokens=10))], 2)
+    assert set(answers) == {"fast", "other"} and engine.stats()["grammar_queue"] == 1 and engine.has_work
+    assert not engine.flush_cache()
+    with pytest.raises(RequestError, match="already in use"):
+        engine.add(request("slow", [1], params()))
+    slow.set()
+    assert run_until(engine, [], 1)["slow"].text.startswith("SLOW") and not engine.has_work
+    engine.check()
+    engine.shutdown()
+
+
+def run_until(engine, requests, ended: int) -> dict:
+    """Step until so many requests have ended."""
+    answers, deadline = {}, time.monotonic() + 60
+    for r in requests:
+        engine.add(r)
+    while sum(a.reason is not None for a in answers.values()) < ended:
+        assert time.monotonic() < deadline
+        for chunk in engine.step():
+            answers.setdefault(chunk.rid, engines.Answer()).take(chunk)
+    return answers
+
+
+def test_who_waits_for_a_grammar_can_leave_and_is_not_kept_for_ever(path, slow):
+    engine = make(path, waiting_timeout=0.2)
+    engine.add(request("leaves", [1], params(regex="SLOW1")))
+    engine.step()
+    assert engine.abort("leaves") and not engine.abort("leaves")
+    assert [(c.rid, c.finish_reason) for c in engine.step()] == [("leaves", "abort")] and not engine.has_work
+    engine.add(request("late", [1], params(regex="SLOW2")))
+    answer = run_until(engine, [], 1)["late"]
+    assert answer.reason == "abort" and answer.status == 503 and "waiting_timeout" in answer.error
+    engine.shutdown()
+
+
+def test_a_grammar_that_takes_too_long_is_refused(path, slow):
+    engine = make(path, grammar_compile_timeout=0.2)
+    engine.add(request("late", [1], params(regex="SLOW")))
+    answer = run_until(engine, [], 1)["late"]
+    assert answer.reason == "error" and answer.status == 400 and "regex: compiling takes longer than 0.2 s" in answer.error
+    with LLM(str(path), max_total_tokens=512, grammar_compile_timeout=0.2) as llm, pytest.raises(RequestError, match="longer than 0.2 s"):
+        llm.generate([1], params(regex="SLOW"))
+    engine.shutdown()
+
+
+def test_what_is_refused_is_said_at_once_or_as_the_only_chunk(path):
+    engine = make(path)
+    bad = request("bad", [1], params(regex="(a)\\1"))
+    try:
+        engine.add(bad)
+        answer = run_until(engine, [], 1)["bad"]
+        assert answer.reason == "error" and answer.status == 400 and "regex" in answer.error and not answer.ids
+    except RequestError as error:  # compiled by then
+        assert "regex" in error.message
+    with pytest.raises(RequestError, match="regex.*position") as refused:  # now it is known
+        engine.add(bad)
+    assert refused.value.param == "regex" and refused.value.status == 400 and not engine.has_work
+    with LLM(str(path), max_total_tokens=512) as llm:
+        for call in (llm.generate, lambda *a: list(llm.stream(*a))):
+            with pytest.raises(RequestError, match="lookahead|look"):
+                call([1], params(regex="(?=a)b"))
+        assert llm.generate([1], params(regex="ab", ignore_eos=False)).text == "ab"
+    engine.shutdown()
+
+
+def test_a_row_that_cannot_be_built_ends_its_request_alone(path, monkeypatch):
+    engine = make(path)
+    build, broken = grammar.Grammar.row, []
+
+    def fails(self, state):
+        if self in broken and state != self.start:
+            raise GrammarError("too ambiguous", "grammar")
+        return build(self, state)
+    monkeypatch.setattr(grammar.Grammar, "row", fails)
+    first = engine.constraints.compiler.submit("regex", "[ab]{5}x").result()
+    broken.append(first)
+    answers = run(engine, [request("a", [1], params(regex="[ab]{5}x", max_tokens=9)), request("b", [2], params(regex="[ab]+", max_tokens=9))])
+    assert answers["a"].reason == "error" and "too ambiguous" in answers["a"].error and answers["a"].status == 400 and len(answers["a"].ids) == 1
+    assert answers["b"].reason == "length" and len(answers["b"].ids) == 9
+    engine.shutdown()
+
+
+def test_a_state_without_tokens_ends_its_request_with_an_error(path):
+    """F131: no token of the vocabulary has the byte."""
+    engine = make(path)
+    vocab = engine.constraints.compiler.submit("regex", "a").result().vocab
+    machine = engine.constraints.compiler.submit("regex", "ab").result()
+    assert machine.vocab is vocab
+    constraint = engine.constraints
+    nothing = lambda self, state: torch.zeros((vocab.size + 31) // 32, dtype=torch.int32).numpy()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(masks.DeviceTables, "mask", lambda self, logits, rows, states: logits.fill_(-torch.inf))
+        patch.setattr(grammar.Grammar, "mask", nothing)
+        answer = run(engine, [request("a", [1], params(regex="ab"))])["a"]
+    assert answer.reason == "error" and "no token of the model's vocabulary can go on" in answer.error and answer.status == 400
+    assert run(engine, [request("b", [1], params(regex="ab", ignore_eos=False))])["b"].text == "ab" and not constraint.held
+    engine.shutdown()
+
+
+# ---- what it costs
+
+def test_bytes_sent_are_the_tables_and_no_masks(path):
+    engine = make(path)
+    asked = dict(regex="[a-z ]{0,200}", max_tokens=60, temperature=1)
+    requests = lambda turn: [request(f"{turn}{i}", prompt(9, i), params(seed=i, **asked)) for i in range(4)]
+    run(engine, requests("a"))
+    first = engine.stats()
+    run(engine, requests("b"))
+    again = engine.stats()
+    assert again["grammar_tokens"] == 2 * first["grammar_tokens"] and again["grammar_compiled"] == first["grammar_compiled"] == 1
+    assert again["grammar_bytes"] == first["grammar_bytes"] and again["grammar_misses"] == first["grammar_misses"]
+    engine.shutdown()
+
+
+def test_tables_of_a_vocabulary_that_is_full_are_replaced_and_given_back(path, monkeypatch):
+    engine = make(path, grammar_cache_size=4)
+    shared = engine.constraints.compiler.submit("regex", "a").result().shared
+    monkeypatch.setattr(type(shared), "full", property(lambda self: self is shared))
+    rows = [request(i, [1], params(regex=f"[a-f]{{3,{4 + i}}}", max_tokens=9, temperature=1, seed=i, ignore_eos=False)) for i in range(12)]
+    for answer in run(engine, rows).values():
+        assert re.fullmatch("[a-f]{3,}", answer.text) or answer.reason == "length"
+    assert all(tables is not shared.tables for tables in engine.constraints._copies)
+    engine.shutdown()
+
+
+def test_an_engine_without_grammars_does_nothing_for_them(path):
+    before = threading.active_count()
+    engine = make(path)
+    run(engine, [request("a", [1], params(max_tokens=4))])
+    assert threading.active_count() == before and not any(key.startswith("grammar") for key in engine.stats())
+    engine.shutdown()
