@@ -4,7 +4,7 @@ A batch of rows of random logits (fp32, as the model's head leaves them), each r
 
     string       in a free string of up to 400 characters: nearly every token may come next
     structure    after `{"name"`: a handful may
-    letters      among up to 60 of [a-z]: a third
+    letters      among up to 60 of [a-z]: a quarter of 49,152 tokens, an eighth of 129,280
     mixed        of all three
 
 mask      what `DeviceTables.mask` takes from states to masked logits, and its ratio to `apply_token_bitmask_inplace` of a bitmask that says the

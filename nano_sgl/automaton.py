@@ -29,7 +29,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from .nodes import EMPTY, Nodes, normalize, split_bytes
-from .rules import Byte, Cat, GrammarError, Or, Repeat, Rules
+from .rules import Byte, Cat, GrammarError, Or, Repeat, Rules, tick
 from .vocab import Vocab
 
 MAX_STATES = 60_000             # of an automaton, 1 KB each
@@ -124,6 +124,7 @@ class Automaton:
             self.moves.append(None)
             self.alive.append(0)
             self._flags[0, q] = self.accepts[q]
+            tick()
         return q
 
     def expand(self, q: int) -> dict[int, int]:

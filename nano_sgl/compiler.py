@@ -56,10 +56,11 @@ MAX_AHEAD = 256                 # rows and expansions that nobody waits for
 MAX_LOST = 4                    # threads that are given up before no more are started
 CLOSE_S = 1.0                   # `close` waits so long for threads that are at work
 NAP_S = 30.0                    # a thread without work looks up so often: see `_Lines`
-# A loop of 60 products of 0.2 ms beside a compile of seconds (2 busy cores, median and longest step, 13 ms alone): by default 140 to 210 and 700 to
-# 1,180 ms; with 0.5 ms 30 to 70 and 510 to 540; without full collections, too, 30 to 70 and 120 to 140. The compile takes as long as before.
-SWITCH_S = 2e-4
-WARM = (("regex", r"(?i)\d\w\s\p{L}"), ("json_object", None))   # tables of characters, 0.1 s; the inside of a JSON string
+# Measured: steps of 60 kernels of 0.2 ms, 16 ms alone, beside a compile of two seconds, on two busy cores; median and longest step:
+#     by default 220 to 770 and 1,230 to 1,590 ms; SWITCH_S 0.2 ms 70 and 575; 0.1 ms without full collections 28 to 56 and 68 to 84
+# The compile itself takes no longer, and without those collections only half as long.
+SWITCH_S = 1e-4
+WARM = (("regex", r"(?i)\d\w\s\p{L}", b""), ("json_object", None, b'{"a'))     # tables of characters, 0.1 s; the inside of a JSON string
 COMPILE, BUILD = "compile", "row"
 COUNTED = ("compiled", "refused", "cache_hits", "compile_s", "rows_wanted", "rows_prefetched", "rows_failed", "build_s")
 
@@ -156,8 +157,8 @@ class Compiler:
             self._ahead([_Expand(grammar, state, count)])
 
     def wait(self, seconds: float) -> None:
-        """Until some future or row is finished, at most so long; not at all if one was since the last `wait`. For one thread, one that has nothing else
-        to do."""
+        """Until some future or row is finished, at most so long; not at all if one was since the last `wait`. For one thread, one that has nothing
+        else to do."""
         self._look_after()
         if self._finished.wait(seconds):
             self._finished.clear()
@@ -171,9 +172,9 @@ class Compiler:
                 self._lines.add_compile(None)
 
     def stats(self) -> dict[str, float]:
-        """All begin with `grammar_`. So many, ever: compiled, refused, cache_hits (shared with a request in flight, too), rows_wanted, rows_prefetched,
-        rows_failed; compile_s, build_s: seconds of all of them. At present: cached grammars and refusals; compiles_queued, rows_queued, rows_ahead;
-        runs, lost_runs; rows, table_bytes of the tables in use."""
+        """All begin with `grammar_`. So many, ever: compiled, refused, cache_hits (shared with a request in flight, too), rows_wanted,
+        rows_prefetched, rows_failed; compile_s, build_s: seconds of all of them. At present: cached grammars and refusals; compiles_queued,
+        rows_queued, rows_ahead; runs, lost_runs; rows, table_bytes of the tables in use."""
         with self._lock:
             lines, shared = self._lines, self._vocab.shared if isinstance(self._vocab, Vocab) else None
             found = {name: self._counts[name] for name in COUNTED} | dict(
@@ -232,8 +233,8 @@ class Compiler:
             while self._crew[line] < count and len(self._lost) < MAX_LOST:
                 thread = threading.Thread(target=_serve, args=(weakref.ref(self), take), name=f"nano_sgl grammar {line}", daemon=True)
                 self._threads = [other for other in self._threads if other.is_alive()] + [thread]
-                self._crew[line] += 1
                 thread.start()
+                self._crew[line] += 1
 
     def _look_after(self) -> None:
         """Give up runs that take too long."""
@@ -353,9 +354,16 @@ class Compiler:
         vocab = self._vocabulary()
         if isinstance(vocab, Exception):
             return True
+
+        def make(kind: str, text: str | None, begin: bytes) -> None:
+            made = self._make(kind, text, vocab)
+            state = made.step_bytes(made.start, begin)
+            if state is not None:
+                made.row(state)
+
         with self._run(COMPILE, self._tables(vocab)) as run:
-            for kind, text in WARM:
-                _attempt("warming up", lambda: self._make(kind, text, vocab))
+            for each in WARM:
+                _attempt("warming up", lambda: make(*each))
         return not run.lost
 
     # ---- rows
@@ -626,7 +634,8 @@ def _demo() -> None:
                 break
             assert compiler.want(grammar, state) is None
             compiler.wait(0.002)
-        print(f"the row behind {{ was there after {step} steps\n" + ", ".join(f"{name[8:]} {value:.4g}" for name, value in compiler.stats().items() if value))
+        print(f"the row behind {{ was there after {step} steps")
+        print(", ".join(f"{name[8:]} {value:.4g}" for name, value in compiler.stats().items() if value))
 
 
 if __name__ == "__main__":

@@ -200,9 +200,9 @@ class Constraints:
 
     # ---- after a step
 
-    def learn(self, rid: str, constraint: Constraint, state: int, missed: bool, tokens: int) -> GrammarError | None:
-        """A row's state behind a step is known, and so many tokens were sampled: have built what it will need. An error if it cannot be."""
-        self.tokens, self.misses = self.tokens + tokens, self.misses + missed
+    def learn(self, rid: str, constraint: Constraint, state: int, missed: bool) -> GrammarError | None:
+        """A row's state behind a step is known: have built what it will need. An error if it cannot be."""
+        self.misses += missed
         if state == DEAD:
             return None
         is_new, constraint.state = state != constraint.state, state
@@ -287,7 +287,7 @@ def _demo() -> None:
         walked = walk.finish(torch.tensor(tokens))
         print("sampled", *("-" if missed else names[token] for token, missed in zip(tokens, walked.missed.tolist())))
         for i, one in enumerate(ours):
-            constraints.learn(str(i), one, int(walked.states[i]), bool(walked.missed[i]), 1)
+            constraints.learn(str(i), one, int(walked.states[i]), bool(walked.missed[i]))
             while not one.has_row:
                 constraints.compiler.wait(0.01)
     print(f"{constraints.misses} misses, {constraints.bytes_sent} bytes to the device; a fifth row would find its tables there")

@@ -611,6 +611,7 @@ class Engine:
                 reason = "gone"  # ended since the launch: what the step sampled for it is dropped
             elif samples:
                 kept, reason, error = self._advance(stream, new, logprobs)
+                self.constraints.tokens += kept * (stream.constraint is not None)
                 if outcome is not None and kept:
                     self.speculation.learn(stream.record, outcome, new, kept, first=not req.output_ids)
                 if bad and not reason:
@@ -670,7 +671,7 @@ class Engine:
         if state == DEAD:  # an end, although ends are ignored: nothing else may come
             stream.text.stop_reason = new[-1]
             return "stop", None
-        error = self.constraints.learn(stream.req.rid, stream.constraint, state, missed, len(new))
+        error = self.constraints.learn(stream.req.rid, stream.constraint, state, missed)
         self.scheduler.hold(stream.req.rid, stream.req.rid in self.constraints.held)
         return ("error", refusal(stream.req.request, error)) if error is not None else (None, None)
 

@@ -44,7 +44,7 @@ import numpy as np
 from . import schema
 from .automaton import Automaton, NodeSet, Template, distinct
 from .nodes import NEVER, normalize
-from .rules import Byte, Cat, GrammarError, Ref, Repeat, Rules
+from .rules import Byte, Cat, GrammarError, Ref, Repeat, Rules, tick, time_limit
 from .vocab import Vocab
 
 MAX_READINGS = 1000             # configurations of one state, frames below one place
@@ -185,9 +185,11 @@ class Shared:
 
 # ------------------------------------------------------------------------------------------------------------------------- grammars
 
-def compile(kind: str, text, vocab: Vocab, *, whitespace: str = "fixed") -> Grammar:
-    """A grammar of any kind that schema.py knows. Raises GrammarError, which names what is refused and where."""
-    return compile_rules(schema.rules(kind, text, whitespace=whitespace), vocab)
+def compile(kind: str, text, vocab: Vocab, *, whitespace: str = "fixed", deadline: float | None = None) -> Grammar:
+    """A grammar of any kind that schema.py knows. Raises GrammarError, which names what is refused and where; so it does for what is not done by
+    `deadline` (time.monotonic)."""
+    with time_limit(deadline):
+        return compile_rules(schema.rules(kind, text, whitespace=whitespace), vocab)
 
 
 def compile_rules(rules: Rules, vocab: Vocab) -> Grammar:
@@ -195,7 +197,7 @@ def compile_rules(rules: Rules, vocab: Vocab) -> Grammar:
     shared = vocab.shared
     if shared is None or shared.full:
         shared = vocab.shared = Shared(vocab)
-    with shared.lock:
+    with shared.lock, time_limit(None, shared.lock):
         return Grammar(shared, rules)
 
 
@@ -387,6 +389,7 @@ class Grammar:
         """(leaf, frames that lie below it, the lowest first) for each leaf that the node may begin with. Without recursion: chains are long."""
         work = [node]
         while work:
+            tick()
             if work[-1] in self._first:
                 work.pop()
                 continue
@@ -480,6 +483,7 @@ class Grammar:
                 raise GrammarError(f"the grammar is too ambiguous: more than {MAX_READINGS} readings of a text", "grammar")
             found = self._set_ids[key] = len(self._sets)
             self._sets.append((may_end, tuple(sorted(key[1]))))
+            tick()
         return found
 
     def _uncovered(self, merged: dict[tuple[int, int, int], int]) -> dict[tuple[int, int, int], int]:

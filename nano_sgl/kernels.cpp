@@ -132,12 +132,19 @@ void nano_walk(const Grammars* g, const int64_t* roots, const int64_t* tokens, c
 void nano_mask(const Grammars* g, float* logits, int64_t stride, const int64_t* rows, const int64_t* states, int64_t n, int threads) {
     const int64_t blocks = std::clamp<int64_t>(2 * threads / std::max<int64_t>(n, 1), 1, up(stride, MASK_BLOCK) / MASK_BLOCK);
     const int64_t size = up(up(stride, blocks) / blocks, 16);
-    together(threads, n * blocks > 1, [&](Team&) {
+    const auto part = [&](int64_t i) {
+        const int64_t row = i / blocks, begin = i % blocks * size;
+        mask(*g, states[row], logits + (rows ? rows[row] : row) * stride, begin, std::min(begin + size, stride));
+    };
+    int64_t work = 0;
+    for (int64_t i = 0; i < n; i++) work += written(*g, states[i], stride);
+    if (threads == 1 || n * blocks == 1 || work < ALONE) {  // even a team of one costs as much as some rows
+        for (int64_t i = 0; i < n * blocks; i++) part(i);
+        return;
+    }
+    together(threads, true, [&](Team&) {
 #pragma omp for schedule(dynamic) nowait
-        for (int64_t i = 0; i < n * blocks; i++) {
-            const int64_t row = i / blocks, begin = i % blocks * size;
-            mask(*g, states[row], logits + (rows ? rows[row] : row) * stride, begin, std::min(begin + size, stride));
-        }
+        for (int64_t i = 0; i < n * blocks; i++) part(i);
     });
 }
 

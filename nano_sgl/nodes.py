@@ -31,14 +31,15 @@ import functools
 import itertools
 from collections.abc import Callable, Iterable
 
-from .rules import Byte, Cat, Expr, GrammarError, Or, Ref, Repeat, Rules
+from .rules import MAX_COUNT, Byte, Cat, Expr, GrammarError, Or, Ref, Repeat, Rules, tick
 
 EMPTY, NEVER = 0, 1             # the nodes of the empty text and of nothing at all
 MAX_DEPTH = 220                 # nesting of an expression: three times that of rules.py, and some
 MAX_INLINE = 60                 # nesting of a rule that is put where it is used
 MAX_PARTS = 400_000             # of a grammar
 MAX_PATHS = 5000                # rules that left recursion may turn into
-CHUNK = 32                      # parts of one Cat: longer ones become trees, so that no suffix is long
+CHUNK = 256                     # parts of one Cat: longer ones become trees, so that no suffix is long. Equal texts in other trees are not equal
+RUN = 8                         # equal parts in a row from which they become a repeat
 NARROW = 24                     # bytes: a loop over no more is cheap, as are few repeats of it
 UNROLLED = 8
 LIGHT, TAIL, STACKED = 0, 1, 2  # shapes: no wide loop; one, at the end; more than one piece
@@ -77,6 +78,7 @@ class Nodes:
             self.stacked.append(stacked)
             below = key[1:2] if key[0] in ("rep", "text", "counted") else key[1:] if key[0] in ("cat", "or") else ()
             self.depth.append(1 + max((self.depth[part] for part in below), default=0))
+            tick()
         return node
 
     def byte(self, mask: int) -> int:
@@ -94,6 +96,7 @@ class Nodes:
         return self._intern(("counted", item, low, high), False, True)
 
     def cat(self, parts: Iterable[int]) -> int:
+        tick()
         parts = [part for part in parts if part != EMPTY]
         if len(parts) < 2:
             return parts[0] if parts else EMPTY
@@ -112,6 +115,7 @@ class Nodes:
 
     def alt(self, parts: Iterable[int]) -> int:
         mask, others = 0, set()
+        tick()
         for part in parts:
             for p in self.keys[part][1:] if self.keys[part][0] == "or" else (part,):
                 if self.keys[p][0] == "byte":
@@ -139,6 +143,11 @@ class Nodes:
             if low == high or (low > 0 or least <= 1 if most is None else least * (low + 1) <= most * low + 1):
                 return self.rep(inner, least * low, None if most is None or high is None else most * high)
         return self._intern(("rep", item, low, high), low == 0, self.stacked[item])
+
+    def bounds(self, node: int) -> tuple[int, int, int | None]:
+        """A node as a repeat: (item, low, high)."""
+        kind, *parts = self.keys[node]
+        return tuple(parts) if kind == "rep" else (node, 1, 1)
 
     def positive(self, node: int) -> int:
         """The node without the empty text."""
@@ -352,6 +361,7 @@ class _Normalizer:
         if known is not None and known[0] is expr:
             return known[1]
         self.count += 1
+        tick()
         if depth > MAX_DEPTH or self.count > MAX_PARTS:
             what = f"nested deeper than {MAX_DEPTH}" if depth > MAX_DEPTH else f"more than {MAX_PARTS} parts"
             raise GrammarError(f"the grammar is too large: {what}, in rule {rule}", "grammar", rule)
@@ -367,10 +377,24 @@ class _Normalizer:
                 raise GrammarError(f"a repeat of {expr.low} to {expr.high} times, in rule {rule}", "repeat", rule)
             return nodes.rep(self._convert(expr.item, rule, depth + 1), expr.low, expr.high)
         parts = [self._convert(part, rule, depth + 1) for part in expr.parts]
-        node = nodes.cat(parts) if isinstance(expr, Cat) else nodes.alt(parts)
+        node = nodes.cat(self._runs(parts)) if isinstance(expr, Cat) else nodes.alt(parts)
         if len(parts) > 16 and not nodes.stacked[node] and len(nodes._known) < 1000:
             nodes._known[id(expr)] = expr, node     # holding `expr` keeps its id from being used again
         return node
+
+    def _runs(self, parts: list[int]) -> list[int]:
+        """Parts of a Cat, many equal ones as a repeat: x{a,b} x{c,d} is x{a+c,b+d}."""
+        if len(parts) < 2:
+            return parts
+        found: list[int] = []
+        for item, run in itertools.groupby((self.nodes.bounds(part) for part in parts), key=lambda bounds: bounds[0]):
+            _, lows, highs = zip(*run)
+            low, high = sum(lows), None if None in highs else sum(highs)
+            if (len(lows) >= RUN or len(lows) > 1 and high is None) and max(low, high or 0) <= MAX_COUNT:
+                found.append(self.nodes.rep(item, low, high))
+            else:
+                found += [self.nodes.rep(item, low, high) for low, high in zip(lows, highs)]
+        return found
 
     def _inline(self, rules: dict[int, int]) -> None:
         """Rules without references are put where they are used: pieces can then be longer than a rule."""
@@ -443,6 +467,7 @@ class _Normalizer:
         todo = list(rules)
         while todo:
             rule = todo.pop()
+            tick()
             if rule not in found and holds(rules[rule], found):
                 found.add(rule)
                 todo += users.get(rule, ())

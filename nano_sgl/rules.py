@@ -30,13 +30,17 @@ from RE2 (Cox 2010), found here by dividing by 64.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
 
 MAX_DEPTH = 64             # groups in groups: whoever walks an expression may recurse
 MAX_COUNT = 2**31 - 1      # of one repeat: the device counts down in an int32
 MAX_COUNTERS = 100_000     # combinations of counts that are alive around a character
+YIELD_S = 0.002            # between the moments at which a compilation lets go of its lock
 LAST_CHAR = 0x10FFFF
 SURROGATES = (0xD800, 0xDFFF)
 
@@ -94,6 +98,43 @@ class GrammarError(ValueError):
     def __init__(self, message: str, construct: str, path: str = ""):
         super().__init__(message)
         self.message, self.construct, self.path = message, construct, path
+
+
+class Clock(threading.local):
+    """How long this thread may still compile, and the lock that it lets go of now and then."""
+    deadline, lock = float("inf"), None
+    ticks, yielded = 0, 0.0
+
+
+CLOCK = Clock()
+
+
+@contextmanager
+def time_limit(deadline: float | None, lock: threading.RLock | None = None) -> Iterator[None]:
+    """Within, `tick` raises GrammarError after `deadline` (time.monotonic; None: never), and lets others have the lock, which this thread holds once."""
+    before = CLOCK.deadline, CLOCK.lock
+    CLOCK.deadline, CLOCK.lock = min(before[0], float("inf") if deadline is None else deadline), lock
+    try:
+        yield
+    finally:
+        CLOCK.deadline, CLOCK.lock = before
+
+
+def tick() -> None:
+    """A step of something that may be long. Called where nothing is half done."""
+    CLOCK.ticks += 1
+    if CLOCK.ticks & 255:
+        return
+    now = time.monotonic()
+    if now > CLOCK.deadline:
+        raise GrammarError("the grammar takes too long to compile", "grammar")
+    if CLOCK.lock is not None and now - CLOCK.yielded > YIELD_S:
+        CLOCK.lock.release()
+        try:
+            time.sleep(1e-6)                        # who waits gets it: a lock that is taken again at once goes to nobody else
+        finally:
+            CLOCK.lock.acquire()
+            CLOCK.yielded = time.monotonic()
 
 
 def cat(parts: Iterable[Expr]) -> Expr:
@@ -264,6 +305,7 @@ class Parser:
     def add(self, expr: Expr, inside: int = 1) -> None:
         """One more part of what is being read; inside: its counters, 0 for a single character."""
         self.groups[-1].parts.append((expr, inside))
+        tick()
 
     def bar(self) -> None:
         """The parts so far are an alternative; another begins."""

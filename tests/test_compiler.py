@@ -111,6 +111,12 @@ def test_equal_requests_share_one_future_before_and_after(make, gate):
     assert gate.calls.count("stop") == 1 and c.stats()["grammar_cache_hits"] == 4
 
 
+def test_objects_are_the_same_request_if_they_are_spelled_the_same():
+    first, other = {"a": 1, "b": 2}, {"b": 2, "a": 1}
+    assert compiler._key("json_schema", first)[0] == compiler._key("json_schema", dict(first))[0] != compiler._key("json_schema", other)[0]
+    assert compiler._key("json_object", True)[0] != compiler._key("json_object", 1)[0]
+
+
 def test_refusals_are_cached_and_hold_nothing_of_the_compile(make):
     c = make()
     refused = c.submit("regex", "(a")
@@ -119,8 +125,8 @@ def test_refusals_are_cached_and_hold_nothing_of_the_compile(make):
             refused.result(10)
     del caught
     assert c.submit("regex", "(a") is refused and refused.exception().__traceback__ is None
-    for kind, text in [("no such", "a"), (["regex"], "a"), ("regex", 7), ("choice", [["a"]]), ("choice", [object()]), ("choice", "ab"), ("choice", []),
-                       ("json_object", 1), ("regex", {"a": {1}})]:
+    for kind, text in [("no such", "a"), (["regex"], "a"), ("regex", 7), ("choice", [["a"]]), ("choice", [object()]), ("choice", "ab"),
+                       ("choice", []), ("json_object", 1), ("regex", {"a": {1}})]:
         assert isinstance(c.submit(kind, text).exception(10), GrammarError), (kind, text)
     assert c.submit("json_object", True).result(10) and c.stats()["grammar_refused"] == 10
 
@@ -161,7 +167,7 @@ def test_nothing_is_started_before_it_is_needed(vocab):
 
 
 def test_the_first_submit_warms_up_behind_itself(make, gate, monkeypatch):
-    monkeypatch.setattr(compiler, "WARM", (("regex", "warm"),))
+    monkeypatch.setattr(compiler, "WARM", (("regex", "warm", b"w"),))
     c = make(warms=True, threads=1)
     c.submit("regex", "stop")
     gate.wait()
@@ -510,7 +516,8 @@ HOSTILE = {
     "100,000 alternatives": ("choice", [f"{i * 7919 % 1000003:06d}" for i in range(100_000)]),
     "10,000 alternatives in a regex": ("regex", "|".join(f"w{i}" for i in range(10_000))),
     "left recursion": ("ebnf", 'root ::= root "a" | root root | "b"'),
-    "left recursion through many": ("ebnf", "root ::= r0\n" + "\n".join(f'r{i} ::= r{(i + 1) % 60} "a" | r{(i + 7) % 60} "b" | "b"' for i in range(60))),
+    "left recursion through many": ("ebnf", "root ::= r0\n" + "\n".join(
+        f'r{i} ::= r{(i + 1) % 60} "a" | r{(i + 7) % 60} "b" | "b"' for i in range(60))),
     "a chain of rules": ("ebnf", "root ::= r0\n" + "".join(f'r{i} ::= "x" r{i + 1} "y"? | "b"\n' for i in range(5000)) + 'r5000 ::= "y"'),
     "deep": ("regex", "(" * 64 + "a" + ")*" * 64),
     "too deep": ("ebnf", "root ::= " + "(" * 100_000),

@@ -22,6 +22,9 @@ from nano_sgl.rules import GrammarError, Rules
 from nano_sgl.vocab import Vocab
 
 BACKENDS = ["torch", "triton"] + ["cpp"] * (len(SETS) > 1)
+TEXTS = {
+    r'\{"name": "[^"\\\n]{1,20}", "n": -?\d+\}': ["", '{"name', '{"name": "', '{"name": "Some', '{"name": "nineteen characters.', '{"name": "x", "n": 5'],
+    r"\w+( \w+){3,9}[.!?]": ["", "The", "The quick", "The quick brown fox jumps", "a b c d."], r"[a-z ]{30,40}": ["a" * 12, "a" * 39, "b" * 40]}
 COUNTED = [r"(?:a|b|c){2,9}", r"a{0,3}b{2,40}c?", r"((ab){1,3}c){2,5}", r"[ab]{1,4}[abc]{3,30}"]
 
 
@@ -161,8 +164,7 @@ def demo(demo_path):
 def test_a_vocabulary_of_a_model(backend, demo, threads):
     """Strings, counts near their ends, numbers, words; one row goes to all threads in parts."""
     demo.shared, batch, machines = None, [], []
-    for pattern, texts in ((r'\{"name": "[^"\\\n]{1,20}", "n": -?\d+\}', ['', '{"name', '{"name": "', '{"name": "Some', '{"name": "nineteen characters.', '{"name": "x", "n": 5']),
-                           (r"\w+( \w+){3,9}[.!?]", ["", "The", "The quick", "The quick brown fox jumps", "a b c d."]), (r"[a-z ]{30,40}", ["a" * 12, "a" * 39, "b" * 40])):
+    for pattern, texts in TEXTS.items():
         machines.append(grammar.compile("regex", pattern, demo))
         batch += [(machines[-1], machines[-1].step_bytes(machines[-1].start, text.encode())) for text in texts]
     for machine, state in batch:
@@ -346,7 +348,8 @@ def test_refreshes_while_threads_build_rows(monkeypatch):
     monkeypatch.setattr(grammar, "DENSE", 2)
     draw = random.Random(5)
     vocab = draw_vocab(draw)
-    machines = [grammar.compile("regex", pattern, vocab) for pattern in (*COUNTED, "(a|b)*abb(c{1,3}a){1,9}", "((a|bc){1,4}(b|ca)*c?){1,7}") for _ in range(2)]
+    patterns = [*COUNTED, "(a|b)*abb(c{1,3}a){1,9}", "((a|bc){1,4}(b|ca)*c?){1,7}"]
+    machines = [grammar.compile("regex", pattern, vocab) for pattern in patterns * 2]
     device, failures, known = masks.DeviceTables(machines[0].tables, "cpu"), [], [[] for _ in machines]
 
     def build(which: int) -> None:

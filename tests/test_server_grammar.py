@@ -392,7 +392,8 @@ def test_F117_grammars_are_not_kept_for_ever(small, api_case):
         assert all(f"k{first + i}: {first + i}".startswith(answer["text"]) for i, answer in enumerate(answers))
         sizes.append(memory(small, "VmRSS"))
     assert sizes[-1] - sizes[1] < 200, sizes
-    assert small.stats()["grammar_compiled"] >= 3000
+    stats, flags = small.stats(), small.client.get("/get_server_info").json()
+    assert stats["grammar_compiled"] >= 3000 and stats["grammar_cached"] <= flags["grammar_cache_size"] == 128
 
 
 def test_a_client_that_leaves_while_its_grammar_is_compiled(demo):
@@ -435,8 +436,10 @@ def test_metrics_of_grammars(tmp_path):
         assert now["num_grammar_queue_reqs"] == stats["grammar_queue"] == 0
         assert now["num_grammar_compiled_total"] == stats["grammar_compiled"] == 1
         assert now["num_grammar_cache_hit_total"] == stats["grammar_cache_hits"] == 3
-        assert now["num_grammar_aborted_total"] == stats["grammar_refused"] == 1
+        assert now["num_grammar_refused_total"] == stats["grammar_refused"] == 1
+        assert now["num_grammar_cached"] == stats["grammar_cached"] == 2, "the refusal, too"
         assert now["grammar_tokens_total"] == stats["grammar_tokens"] == 4 * 4, "three tokens and an end each"
+        assert now["grammar_compile_seconds_total"] > 0 < now["grammar_build_seconds_total"]
         assert now["grammar_misses_total"] == stats["grammar_misses"] >= 0
         assert now["grammar_rows"] == stats["grammar_rows"] >= 4 and now["grammar_table_bytes"] == stats["grammar_table_bytes"] > 0
         assert now["grammar_copied_bytes_total"] == stats["grammar_bytes"] > 0

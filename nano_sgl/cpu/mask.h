@@ -43,6 +43,14 @@ inline int64_t advance(const Grammars& g, int64_t state, int64_t token) {
     return line ? line[2] | ((line[3] & 2 ? count : 0) + (line[3] >> 2)) << 32 : -1;
 }
 
+// How much of a row is written, at least: all of it, or what is in class 0, which never may come
+inline int64_t written(const Grammars& g, int64_t state, int64_t size) {
+    const Entry e = entry_of(g, state);
+    if (e.map < 0) return 0;
+    const int32_t *shape = g.shapes + 3 * e.map, *first = g.firsts + shape[0];
+    return line_of(g, g.vec[e.vec + shape[2]], state >> 32) ? first[1] - first[0] : size;
+}
+
 // What may not come next becomes -infinity, of tokens begin to end of a row. If the largest class may come, the others that may not are written
 // one by one; else everything is. What may come all the same is read before and put back.
 void mask(const Grammars& g, int64_t state, float* row, int64_t begin, int64_t end) {
