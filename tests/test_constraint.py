@@ -79,7 +79,7 @@ def test_greedy_texts_are_those_of_transformers_and_the_masks(path):
     engine.shutdown()
 
 
-@pytest.mark.parametrize("device, depth", [("inline", 0), ("thread", 1), ("late", 1), ("late", 2)])
+@pytest.mark.parametrize("device, depth", [("inline", 0), ("thread", 1), ("late", 2)])
 @pytest.mark.parametrize("flags", [dict(), dict(page_size=4, chunked_prefill_size=16), dict(disable_radix_cache=True),
                                    dict(max_total_tokens=260, chunked_prefill_size=24, max_running_requests=6),
                                    dict(speculative_algorithm="ngram+radix", speculative_draft_length="fixed"),

@@ -1,12 +1,15 @@
 """The cases that need the real model: cache, sampling and batch effects of the demo model in float32, through `LLM`."""
 
+import json
 import random
+import re
 import threading
 
 import pytest
 
 import engines
-from nano_sgl import LLM, SamplingParams
+from earley import Recogniser
+from nano_sgl import LLM, SamplingParams, schema
 from nano_sgl.engine import Engine, EngineConfig
 
 COUNT = "1, 2, 3, 4, 5,"
@@ -167,3 +170,21 @@ def test_seeded_texts_are_the_same_with_guesses(llm, drafter):
                 assert a.output_ids == b.output_ids and a.finish_reason == b.finish_reason
                 engines.close(b.logprobs, a.logprobs)
         assert guessing.engine.speculation.total.accepted > 40
+
+
+@pytest.mark.parametrize("given", [
+    dict(regex=r'\{"name": "[^"\\\n]{1,30}", "age": (0|[1-9]\d{0,2})\}'), dict(regex=r"(yes|no), because (\w{1,12} ){2,8}\w+\."),
+    dict(ebnf='root ::= sum\nsum ::= product ([+-] product){0,3}\nproduct ::= value ("*" value)?\nvalue ::= [0-9]{1,3} | "(" sum ")"'),
+    dict(choice=["Paris", "Parison", "the capital", "é"]), dict(json_object=True)], ids=lambda given: next(iter(given)))
+def test_samples_under_a_grammar_parse(llm, given):
+    """At temperature 1, as Python's own `re`, `json` and an Earley recogniser read them; where the length ends a text, more could follow."""
+    outputs = llm.generate("Answer: ", SamplingParams(temperature=1, seed=3, n=8, max_tokens=90, **given))
+    kind, text = SamplingParams(**given).grammar
+    for output in outputs:
+        assert output.finish_reason in ("stop", "length") and output.error is None
+        reader = Recogniser(schema.rules(kind, text))
+        assert all(map(reader.feed, output.text.encode(errors="replace"))) or "\ufffd" in output.text
+        if output.finish_reason == "stop":
+            assert reader.accepted() and (kind != "regex" or re.fullmatch(text, output.text))
+            assert kind != "json_object" or isinstance(json.loads(output.text), dict)
+    assert sum(output.finish_reason == "stop" for output in outputs) >= (2 if kind in ("json_object", "ebnf") else 6)
