@@ -24,12 +24,14 @@ row. C++ does not: of each map it keeps the tokens of all classes but the larges
 to those few others that are not; or it is not, and the row is filled with -inf in whole registers after what is allowed was set aside.
 
 Cost: a refresh with nothing new is one comparison of lengths. What is sent is one pinned copy. Tensors grow by doubling, so one in a while copies
-what is there. For C++ a map takes up to 4 bytes a token more, and half a millisecond. Where it stops: one vocabulary, logits of no more columns than that; tables are never given back (a new library is a new object).
+what is there. For C++ a map takes up to 4 bytes a token more, and half a millisecond. Where it stops: one vocabulary, logits of no more columns than
+that; tables are never given back (a new library is a new object).
 Source: the table walk is Willard and Louf's (2023); masking in place beside the draw is XGrammar's (Dong et al. 2024).
 """
 
 from __future__ import annotations
 
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -78,7 +80,7 @@ class DeviceTables:
 
     def __init__(self, tables: Any, device: torch.device | str, backend: str | None = None):
         """`backend`: "torch", "cpp" or "triton"; None goes by the device and by what is there."""
-        self.tables, self.device, self.backend = tables, torch.device(device), backend
+        self._tables, self.device, self.backend = weakref.ref(tables), torch.device(device), backend  # weak: a copy keeps no tables alive
         self.size, self._on_cpu = tables.vocab.size, self.device.type == "cpu"
         self._best = "cpp" if self._on_cpu else "triton" if self.device.type == "cuda" and triton is not None else "torch"
         self._map_stride = (self.size + 63) // 64 * 64
@@ -97,11 +99,17 @@ class DeviceTables:
         self._locate()
         self.refresh()
 
+    @property
+    def tables(self) -> Any:
+        """What this is a copy of; None once that is gone, and with it the last grammar that could ask for more."""
+        return self._tables()
+
     def refresh(self) -> int:
         """Bring over what the host has appended since. Returns the bytes sent. Other threads may append meanwhile."""
-        tables, built = self.tables, len(self.tables.built)
-        if built == self._built:
+        tables = self.tables
+        if tables is None or len(tables.built) == self._built:
             return 0
+        built = len(tables.built)
         rows = np.array(tables.built[self._built : built], np.int32)        # first: what they point to is there already
         maps = tables.maps[self._maps.size :]
         pools = (self._vec, self._over_token, self._over_value, self._lines)
@@ -129,14 +137,14 @@ class DeviceTables:
             last = np.flatnonzero(news[3][:, 3] & MORE == 0)                # of each value
             self._longest = max(self._longest, int(np.diff(last, prepend=-1).max()))
         if self._on_cpu:
-            self._list_classes(maps)
+            self._list_classes(maps, tables.class_sizes)
             self._locate()
         return buffer.nbytes
 
-    def _list_classes(self, maps: list[np.ndarray]) -> None:
+    def _list_classes(self, maps: list[np.ndarray], class_sizes: list[np.ndarray]) -> None:
         """The tokens of the classes of new maps, but the largest of each."""
         for classes in maps:
-            sizes = self.tables.class_sizes[self._shapes.size].copy()
+            sizes = class_sizes[self._shapes.size].copy()
             largest = int(sizes.argmax())
             tokens = np.flatnonzero(classes != largest)
             tokens = tokens[np.argsort(classes[tokens], kind="stable")]
@@ -169,8 +177,8 @@ class DeviceTables:
         if route == "cpp":
             native.library().nano_advance(self._pointers, states.data_ptr(), tokens.data_ptr(), out.data_ptr(), len(states))
         elif len(states):
-            _advance_kernel[(cdiv(len(states), 128),)](states, tokens, out, *self._arguments(), self.size, len(states),
-                                                       128, num_warps=4)
+            _advance_kernel[(cdiv(len(states), 128),)](states, tokens, out, *self._arguments(), self.size, len(states), 128,
+                                                       num_warps=4)
         return out
 
     def walk(self, roots: torch.Tensor, tokens: torch.Tensor, parents: torch.Tensor) -> torch.Tensor:
@@ -419,7 +427,7 @@ def _demo() -> None:
     names = ["a", "b", "ab", '"', 'a"', "<end>"]
     classes = [np.zeros(6, np.int16), np.array([1, 1, 2, 3, 0, 0], np.int16)]
     lines = pool([1, 0, -1, 0], [0, 2, 0, KEEP | 1 << ADD_SHIFT], [0, 1, 0, KEEP | 2 << ADD_SHIFT], [1, 3, 1, 0], [0, 2, 1, 0])
-    tables = SimpleNamespace(
+    tables = type("Tables", (SimpleNamespace,), {})(
         vocab=SimpleNamespace(size=6, end_ids=(5,)), maps=classes, class_sizes=[np.bincount(c) for c in classes], vec=pool(0, 1, 2, 3, 0),
         lines=lines, over_token=pool(4), over_value=pool(4), states=pool([1, 0, 0, 1, 2**31 - 1], [0, 4, 1, 1, 0]), built=[0, 1])
     device = DeviceTables(tables, "cpu")

@@ -1,6 +1,7 @@
 """Grammars in the engine: texts that a model of `transformers` and the grammar's own masks give, on every kind of device, whatever is missed,
 guessed, retracted or aborted; the wait for a grammar; what a client is told."""
 
+import gc
 import random
 import re
 import threading
@@ -300,4 +301,16 @@ def test_an_engine_without_grammars_does_nothing_for_them(path):
     engine = make(path)
     run(engine, [request("a", [1], params(max_tokens=4))])
     assert threading.active_count() == before and not any(key.startswith("grammar") for key in engine.stats())
+    engine.shutdown()
+
+
+def test_a_copy_on_the_device_goes_with_its_tables(path):
+    engine = make(path)
+    run(engine, [request("a", [1], params(regex="[ab]+", max_tokens=5))])
+    assert len(engine.constraints._copies) == 1
+    engine.constraints.compiler.submit("regex", "c").result().vocab.shared = None      # as when they are full
+    for turn in range(2):
+        run(engine, [request(f"b{turn}", [1], params(regex=f"[ab]{{{turn},9}}", max_tokens=5))])
+    gc.collect()
+    assert len(engine.constraints._copies) == 1 and engine._groups[0].tables in engine.constraints._copies.values()
     engine.shutdown()

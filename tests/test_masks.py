@@ -23,7 +23,8 @@ from nano_sgl.vocab import Vocab
 
 BACKENDS = ["torch", "triton"] + ["cpp"] * (len(SETS) > 1)
 TEXTS = {
-    r'\{"name": "[^"\\\n]{1,20}", "n": -?\d+\}': ["", '{"name', '{"name": "', '{"name": "Some', '{"name": "nineteen characters.', '{"name": "x", "n": 5'],
+    r'\{"name": "[^"\\\n]{1,20}", "n": -?\d+\}':
+        ["", '{"name', '{"name": "', '{"name": "Some', '{"name": "nineteen characters.', '{"name": "x", "n": 5'],
     r"\w+( \w+){3,9}[.!?]": ["", "The", "The quick", "The quick brown fox jumps", "a b c d."], r"[a-z ]{30,40}": ["a" * 12, "a" * 39, "b" * 40]}
 COUNTED = [r"(?:a|b|c){2,9}", r"a{0,3}b{2,40}c?", r"((ab){1,3}c){2,5}", r"[ab]{1,4}[abc]{3,30}"]
 
