@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
+from functools import lru_cache
 
 import numpy as np
 
@@ -43,16 +44,21 @@ class NodeSet:
     """Positions in the vocabulary's tree. `nodes` int32, a position may stand there more than once; of the set that a template began at, `source` is
     the index of the position above; `count` int32 are characters begun since, None if nobody counts. `templates` begin here; `unions` with others."""
 
-    __slots__ = ("nodes", "source", "count", "templates", "unions", "_kids")
+    __slots__ = ("nodes", "source", "count", "templates", "unions", "_kids", "_index")
 
     def __init__(self, nodes: np.ndarray, source: np.ndarray | None = None, count: np.ndarray | None = None):
         self.nodes, self.source, self.count = nodes, source, count
         self.templates: dict[tuple[int, bool], Template] = {}
         self.unions: dict[tuple[int, ...], tuple[NodeSet, list[NodeSet]]] = {}
         self._kids: tuple | None = None
+        self._index: np.ndarray | None = None           # node -> where it stands in `nodes`, -1; empty if one stands there twice
 
     def kids(self, vocab: Vocab, bytes_: list[int]) -> tuple[np.ndarray, np.ndarray]:
         """(children with one of the bytes, index of the parent of each)."""
+        if self._kids is None and self.nodes.size > 256:
+            found = self._by_byte(vocab, bytes_)
+            if found is not None:
+                return found
         if self._kids is None:
             kids, parent = spread(vocab, self.nodes)
             if kids.size > 64:                      # in buckets by byte
@@ -70,6 +76,22 @@ class NodeSet:
         return (np.concatenate([kids[r] for r in ranges]), np.concatenate([parent[r] for r in ranges])) if ranges else (kids[:0], parent[:0])
 
 
+    def _by_byte(self, vocab: Vocab, bytes_: list[int]) -> tuple[np.ndarray, np.ndarray] | None:
+        """The same from the bytes' side, if few nodes have them: is the parent one of ours?"""
+        if sum(vocab.byte_starts[byte + 1] - vocab.byte_starts[byte] for byte in bytes_) > self.nodes.size:
+            return None
+        if self._index is None:
+            index, places = np.full(vocab.byte.size, DEAD, np.int32), np.arange(self.nodes.size, dtype=np.int32)
+            index[self.nodes] = places
+            self._index = index if (index[self.nodes] == places).all() else index[:0]
+        if not self._index.size:
+            return None
+        kids = np.concatenate([vocab.by_byte[:0], *(vocab.by_byte[vocab.byte_starts[byte] : vocab.byte_starts[byte + 1]] for byte in bytes_)])
+        parent = self._index[vocab.parent[kids]]
+        ours = (parent >= 0) & (kids > 0)               # the root is nobody's child
+        return kids[ours], parent[ours]
+
+
 class Template:
     """What becomes of a state below a node set. `tokens` int32 that end inside, `classes[cls[i]]` = (state, characters begun) there,
     `source` the index of the position each began at (None: there is one); `exits` where the state may end and tokens go on. `exact`: from whichever
@@ -80,6 +102,13 @@ class Template:
     def __init__(self, number, tokens, cls, classes, source, exits, exact):
         self.number, self.tokens, self.cls, self.classes = number, tokens, cls, classes
         self.source, self.exits, self.exact = source, exits, exact
+
+
+@lru_cache(4096)
+def bits_of(mask: int) -> tuple[np.ndarray, list[int]]:
+    """The bytes of a mask, as an array and as a list."""
+    bits = np.flatnonzero(np.unpackbits(np.frombuffer(mask.to_bytes(32, "little"), np.uint8), bitorder="little"))
+    return bits, bits.tolist()
 
 
 def spread(vocab: Vocab, nodes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -136,9 +165,9 @@ class Automaton:
             row[:] = DEAD
             for mask, to in targets:
                 self.alive[q] |= mask
-                bits = np.flatnonzero(np.unpackbits(np.frombuffer(mask.to_bytes(32, "little"), np.uint8), bitorder="little"))
+                bits, listed = bits_of(mask)
                 row[bits] = to
-                moves.update(dict.fromkeys(bits.tolist(), to))
+                moves.update(dict.fromkeys(listed, to))
             self.moves[q], self._flags[1, q] = moves, True
         return self.moves[q]
 

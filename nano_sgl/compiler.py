@@ -11,26 +11,23 @@ half second; and the tree of a large vocabulary takes more than all of that, onc
                     v
     cache      (kind, text) -> future                   of the tables in use; least recently asked for goes first
 
-Names. A *run* is what a thread is busy with. It is *lost* when it has taken longer than `timeout_s`. *Shared* are the tables of grammar.py and their
-lock; a vocabulary has one in use.
+*Tables* are those of grammar.py, with their lock: `Shared`. A vocabulary has one in use.
 
 Invariants. Equal requests share one future, while it compiles and as long as it is cached, refusals too. A grammar that comes out of a
 future has the row of its start. A row is queued once, whoever asks how often; if it cannot be built, `want` says so from then on. The cache
 holds nothing of tables that are no longer in use, or are full, so that those are freed with their last request.
 
-Lost runs. A thread of Python cannot be stopped, and this one may sit on the lock of its tables. It is left to itself: a new thread takes its
-place (while less than MAX_LOST are lost), new grammars begin new tables, and rows of the old ones are refused until it comes back. This is a last
-resort, for the grammars at fault share their tables with others; what bounds a compile properly are the limits of rules.py, nodes.py and grammar.py.
+Time. A thread of Python cannot be stopped, but whatever may take long looks at its thread's clock (rules.py) and gives up: a compile after
+`timeout_s`, a row after grammar.py's MAX_ROW_S. That is a refusal like any other, and is kept like one.
 
 Cost. `submit` hashes the text; `want` and `prefetch` take a lock that nobody holds for long. What cannot be helped is that Python runs one
 thread at a time: the loop asks for its turn after every kernel, and by default waits 5 ms for it. Hence SWITCH_S and the pause of full garbage
-collections, both only while something is being made. Where it stops: compiles and rows of one vocabulary take turns at its lock, so a row may wait
-for a whole compile. Source: the pool is that of any executor; switching more often against the convoy of Beazley (2010).
+collections, both only while something is being made. Where it stops: compiles and rows of one vocabulary take turns at its lock, so several at
+once are no sooner done than one by one. Source: the pool is that of any executor; switching more often is against the convoy of Beazley (2010).
 """
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import json
 import logging
@@ -38,158 +35,134 @@ import sys
 import threading
 import time
 import weakref
-from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Hashable, Iterator
+from collections import OrderedDict, deque
+from collections.abc import Callable, Hashable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from . import grammar as grammars
 from .grammar import INDEX, Grammar, Shared
-from .rules import GrammarError
+from .rules import GrammarError, time_limit
 from .vocab import Vocab
 
 log = logging.getLogger("nano_sgl")
 
 MAX_CACHED_CHARS = 4 << 20      # of all cached texts
 MAX_AHEAD = 256                 # rows and expansions that nobody waits for
-MAX_LOST = 4                    # threads that are given up before no more are started
 CLOSE_S = 1.0                   # `close` waits so long for threads that are at work
-NAP_S = 30.0                    # a thread without work looks up so often: see `_Lines`
+NAP_S = 30.0                    # a thread without work looks up so often: see `_Todo`
 # Measured: steps of 60 kernels of 0.2 ms, 16 ms alone, beside a compile of two seconds, on two busy cores; median and longest step:
 #     by default 220 to 770 and 1,230 to 1,590 ms; SWITCH_S 0.2 ms 70 and 575; 0.1 ms without full collections 28 to 56 and 68 to 84
 # The compile itself takes no longer, and without those collections only half as long.
 SWITCH_S = 1e-4
 WARM = (("regex", r"(?i)\d\w\s\p{L}", b""), ("json_object", None, b'{"a'))     # tables of characters, 0.1 s; the inside of a JSON string
-COMPILE, BUILD = "compile", "row"
 COUNTED = ("compiled", "refused", "cache_hits", "compile_s", "rows_wanted", "rows_prefetched", "rows_failed", "build_s")
 
-
-# ------------------------------------------------------------------------------------------------------------------------- the loop
 
 class Compiler:
     """Compiles grammars and builds rows in the background. `submit`, `want` and `prefetch` return at once, `wait` does not; any thread.
 
-    `vocab` is called once, in the background, when it is first needed. `timeout_s` is for one compile or row, from when it has begun. Threads are
-    started at the first request, and end with the Compiler: at `close`, at the end of a `with`, or when nobody holds it any more.
+    `vocab` is called once, in the background, when it is first needed. Threads are started at the first request, and end with the Compiler: at
+    `close`, at the end of a `with`, or when nobody holds it any more.
     """
 
     def __init__(self, vocab: Callable[[], Vocab], *, whitespace: str = "fixed", threads: int = 2, max_cached: int = 128, timeout_s: float = 30.0):
-        """whitespace: the layout of JSON; threads: that compile, one more builds rows; max_cached: grammars and refusals, 0: none."""
+        """whitespace: the layout of JSON; threads: that compile, one more builds rows; max_cached: grammars and refusals, 0: none; timeout_s: of
+        one compile, from when it begins."""
         self.whitespace, self.threads, self.max_cached, self.timeout_s = whitespace, threads, max_cached, timeout_s
         self._make_vocab, self._vocab_lock = vocab, threading.Lock()
         self._vocab: Vocab | Exception | None = None
-        self._lines = _Lines()
-        self._lock = self._lines.lock
+        self._todo = _Todo()
+        self._lock = self._todo.lock                # of all that follows
         self._in_flight: dict[Hashable, Future[Grammar]] = {}
         self._cache: OrderedDict[Hashable, tuple[Future[Grammar], int]] = OrderedDict()     # with the length of the text
-        self._cached_of: Shared | None = None
-        self._cached_chars = 0
-        self._states: weakref.WeakKeyDictionary[Grammar, _States] = weakref.WeakKeyDictionary()
-        self._runs: list[_Run] = []
-        self._lost: list[_Run] = []
-        self._crew = Counter()                      # threads that take from each line
+        self._cached_of, self._cached_chars = None, 0
+        self._errors: weakref.WeakKeyDictionary[Grammar, dict[int, GrammarError]] = weakref.WeakKeyDictionary()  # by state: why it has no row
+        self._expanded: weakref.WeakKeyDictionary[Grammar, set[int]] = weakref.WeakKeyDictionary()      # states whose successors were prefetched
         self._threads: list[threading.Thread] = []
-        self._warmed = False
-        self._finished = threading.Event()
-        self._counts = Counter()
-        self._shut = weakref.finalize(self, _shut, self._lines, self._finished)     # closed, collected or at exit: once
+        self._warmed, self._counts = False, dict.fromkeys(COUNTED, 0)
+        self._shut = weakref.finalize(self, self._todo.close)       # closed, collected or at exit: once
 
     def submit(self, kind: str, text) -> Future[Grammar]:
         """The grammar to come, or the GrammarError that it is refused with; any other exception is our fault. Equal requests share it, so it is not
         to be cancelled. After `close` it is. A text that is no str must not change any more."""
         key, chars = _key(kind, text)
-        self._look_after()
         with self._lock:
-            future = None if self._lines.closed else self._known(key)
-            if future is not None:
-                self._counts["cache_hits"] += 1
-                return future
-            future = Future()
-            if self._lines.closed:
+            self._in_use()
+            future, _ = self._cache.get(key) or (self._in_flight.get(key), chars)
+            if self._todo.closed:
+                future = Future()
                 future.cancel()
-                return future
-            self._start()
-            if not self._crew[COMPILE]:
-                self._counts["refused"] += 1
-                future.set_exception(_busy())
-                return future
-            if key is not None:
-                self._in_flight[key] = future
-            self._lines.add_compile(_Job(kind, text, key, chars, future))
+            elif future is None or future.cancelled():
+                future = Future()
+                if key is not None:
+                    self._in_flight[key] = future
+                self._todo.compiles.append(_Job(kind, text, key, chars, future))
+                self._wake(self._todo.more_compiles)
+            else:
+                self._counts["cache_hits"] += 1
+                if key in self._cache:
+                    self._cache.move_to_end(key)
+                if future.done() and future.exception() is not None:
+                    future.exception().__traceback__ = None     # which every `result()` makes longer
             return future
-
-    def expired(self, future: Future) -> bool:
-        """Whether its compile has begun, `timeout_s` ago or more, and is not done: answer its requests with an error. It may still end some day."""
-        self._look_after()
-        with self._lock:
-            return not future.done() and any(run.future is future for run in self._lost)
 
     def want(self, grammar: Grammar, state: int) -> GrammarError | None:
         """The row of this state is needed now: why it cannot be had, or None, and it is built as soon as possible if it is not there."""
         index = state & INDEX
         if grammar.tables.rows[index] is not None:
             return None
-        known = self._states.get(grammar)
-        if known is not None and index in known.errors:
-            return known.errors[index]
-        self._look_after()
         with self._lock:
-            if self._lines.closed:
-                return GrammarError("grammars are no longer made: the engine was shut down", "grammar")
-            self._start()
-            if not self._crew[BUILD] or self._is_stuck(grammar):
-                return _busy()
-            self._lines.add_wanted(_Row(grammar, index))
-        return None
+            error, row, todo = self._errors.get(grammar, {}).get(index), _Row(grammar, index), self._todo
+            if error is None and todo.closed:
+                error = GrammarError("grammars are no longer made: the engine was shut down", "grammar")
+            if error is None and row != todo.building and row not in todo.wanted:
+                todo.ahead.pop(row, None)
+                todo.wanted[row] = None
+                self._wake(todo.more_rows)
+            return error
 
     def prefetch(self, grammar: Grammar, state: int, count: int = 4) -> None:
         """When no row is wanted, build those of the `count` most likely successors of a state, whose own row exists; once for each state."""
         index = state & INDEX
-        known = self._states.get(grammar)
-        if known is not None and index in known.expanded or grammar.tables.rows[index] is None:
+        if not count or grammar.tables.rows[index] is None or index in self._expanded.get(grammar, ()):
             return
         with self._lock:
-            if self._lines.closed or self._is_stuck(grammar):
-                return
-            self._start()
-            self._states_of(grammar).expanded.add(index)
-            self._ahead([_Expand(grammar, state, count)])
+            if not self._todo.closed:
+                self._expanded.setdefault(grammar, set()).add(index)
+                self._put_ahead([_Row(grammar, state, count)])
 
     def wait(self, seconds: float) -> None:
         """Until some future or row is finished, at most so long; not at all if one was since the last `wait`. For one thread, one that has nothing
         else to do."""
-        self._look_after()
-        if self._finished.wait(seconds):
-            self._finished.clear()
+        if self._todo.finished.wait(seconds):
+            self._todo.finished.clear()
 
     def warm(self) -> None:
         """Build the vocabulary and what first requests would wait for. The first `submit` does this, behind itself."""
         with self._lock:
-            if not self._warmed and not self._lines.closed:
+            if not self._warmed and not self._todo.closed:
                 self._warmed = True
-                self._start()
-                self._lines.add_compile(None)
+                self._todo.compiles.append(None)
+                self._wake(self._todo.more_compiles)
 
     def stats(self) -> dict[str, float]:
         """All begin with `grammar_`. So many, ever: compiled, refused, cache_hits (shared with a request in flight, too), rows_wanted,
         rows_prefetched, rows_failed; compile_s, build_s: seconds of all of them. At present: cached grammars and refusals; compiles_queued,
-        rows_queued, rows_ahead; runs, lost_runs; rows, table_bytes of the tables in use."""
+        rows_queued, rows_ahead; runs: threads at work; rows, table_bytes of the tables in use."""
         with self._lock:
-            lines, shared = self._lines, self._vocab.shared if isinstance(self._vocab, Vocab) else None
-            found = {name: self._counts[name] for name in COUNTED} | dict(
-                cached=len(self._cache), compiles_queued=len(lines.compiles), rows_queued=len(lines.wanted), rows_ahead=len(lines.ahead),
-                runs=len(self._runs), lost_runs=len(self._lost),
-                rows=len(shared.tables.built) if shared else 0, table_bytes=shared.tables.nbytes if shared else 0)
+            todo, shared = self._todo, self._in_use()
+            found = self._counts | dict(
+                cached=len(self._cache), compiles_queued=len(todo.compiles), rows_queued=len(todo.wanted), rows_ahead=len(todo.ahead),
+                runs=todo.runs, rows=len(shared.tables.built) if shared else 0, table_bytes=shared.tables.nbytes if shared else 0)
         return {f"grammar_{name}": value for name, value in found.items()}
 
     def close(self) -> None:
         """Cancel what has not begun and end the threads. One that is at work ends when it is done: that is not waited for long."""
-        end = time.monotonic() + CLOSE_S * self._shut.alive     # what was closed before is not waited for again
+        end = time.monotonic() + CLOSE_S
         self._shut()
-        for thread in self._threads:
-            if thread is not threading.current_thread():
-                thread.join(max(0.0, end - time.monotonic()))
+        for thread in {*self._threads} - {threading.current_thread()}:
+            thread.join(max(0.0, end - time.monotonic()))
 
     def __enter__(self) -> Compiler:
         return self
@@ -197,225 +170,114 @@ class Compiler:
     def __exit__(self, *error) -> None:
         self.close()
 
-    # ---- the cache
+    # ---- what is to be done
 
-    def _known(self, key: Hashable) -> Future[Grammar] | None:
-        """The future of an equal request."""
-        if key is None:
-            return None
-        self._drop_stale()
-        future = self._in_flight.get(key)
-        if future is None and key in self._cache:
-            self._cache.move_to_end(key)
-            future = self._cache[key][0]
-            if future.done() and not future.cancelled() and future.exception() is not None:
-                future.exception().__traceback__ = None     # which every `result()` makes longer
-        return None if future is None or future.cancelled() else future
+    def _wake(self, line: threading.Condition) -> None:
+        """A thread that takes from this line. At first there are none: start them, the builder and those that compile."""
+        while len(self._threads) <= self.threads:
+            compiles = bool(self._threads)
+            name, args = f"nano_sgl grammar {'compile' if compiles else 'row'}", (weakref.ref(self), self._todo, compiles)
+            thread = threading.Thread(target=_serve, args=args, name=name, daemon=True)
+            thread.start()
+            self._threads.append(thread)
+        line.notify()
 
-    def _store(self, job: _Job) -> None:
-        self._cache[job.key] = job.future, job.chars
-        self._cached_chars += job.chars
-        while len(self._cache) > self.max_cached or self._cached_chars > MAX_CACHED_CHARS:
-            self._cached_chars -= self._cache.popitem(last=False)[1][1]
+    def _put_ahead(self, rows: list[_Row]) -> None:
+        """The last one is the next to be done."""
+        todo = self._todo
+        for row in rows:
+            if row != todo.building and row not in todo.wanted:
+                todo.ahead[row] = None
+                todo.ahead.move_to_end(row)
+        while len(todo.ahead) > MAX_AHEAD:
+            dropped, _ = todo.ahead.popitem(last=False)
+            if dropped.successors:
+                self._expanded[dropped.grammar].discard(dropped.state & INDEX)
+        self._wake(todo.more_rows)
 
-    def _drop_stale(self) -> None:
-        """Full tables take no more grammars, but rows until they burst; so their grammars are compiled anew, which begins new ones."""
+    # ---- compile
+
+    def _in_use(self) -> Shared | None:
+        """The tables in use. Full ones take no more grammars, but rows until they burst; so what is cached of them, or of others, is dropped."""
         shared = self._vocab.shared if isinstance(self._vocab, Vocab) else None
         if shared is not self._cached_of or shared is not None and shared.full:
             self._cache.clear()
             self._cached_of, self._cached_chars = shared, 0
+        return shared
 
-    # ---- threads
-
-    def _start(self) -> None:
-        """As many threads as there should be, while not too many are lost."""
-        for line, count, take in ((COMPILE, self.threads, self._lines.take_compile), (BUILD, 1, self._lines.take_row)):
-            while self._crew[line] < count and len(self._lost) < MAX_LOST:
-                thread = threading.Thread(target=_serve, args=(weakref.ref(self), take), name=f"nano_sgl grammar {line}", daemon=True)
-                self._threads = [other for other in self._threads if other.is_alive()] + [thread]
-                thread.start()
-                self._crew[line] += 1
-
-    def _look_after(self) -> None:
-        """Give up runs that take too long."""
-        if not self._runs:
-            return
-        stranded: list[_Job] = []
-        with self._lock:
-            late = [run for run in self._runs if time.monotonic() - run.began > self.timeout_s]
-            for run in late:
-                log.warning("a grammar's %s has run for %.0f s and is left to itself", run.line, self.timeout_s)
-                self._runs.remove(run)
-                self._lost.append(run)
-                self._crew[run.line] -= 1
-                _FULL_GC.release()
-                vocab = run.shared.tables.vocab
-                if vocab.shared is run.shared:
-                    vocab.shared = None
-            if late:
-                self._drop_stale()
-                self._start()
-            if not self._crew[COMPILE]:
-                stranded = [job for job in self._lines.compiles if job is not None]
-                self._lines.compiles.clear()
-                for job in stranded:
-                    self._in_flight.pop(job.key, None)
-                    self._counts["refused"] += 1
-        for job in stranded:
-            if job.future.set_running_or_notify_cancel():
-                job.future.set_exception(_busy())
-                self._finished.set()
-
-    def _is_stuck(self, grammar: Grammar) -> bool:
-        """Whether its tables may be locked for good."""
-        return any(run.shared is grammar.shared for run in self._lost)
-
-    @contextlib.contextmanager
-    def _run(self, line: str, shared: Shared, future: Future | None = None) -> Iterator[_Run]:
-        """A compile or a row: bounded in time, and considerate of the loop."""
-        run = _Run(line, shared, time.monotonic(), future)
-        with self._lock:
-            self._runs.append(run)
-        _SWITCHING.hold()
-        _FULL_GC.hold()
-        try:
-            yield run
-        finally:
-            _SWITCHING.release()
-            with self._lock:
-                if run in self._lost:
-                    run.lost = True
-                    self._lost.remove(run)
-                else:
-                    self._runs.remove(run)
-                    _FULL_GC.release()
-
-    def _work(self, task: _Job | _Row | _Expand | None) -> bool:
-        """What a thread took from its line. False: another thread has taken its place."""
-        if isinstance(task, _Row):
-            return self._build(task)
-        if isinstance(task, _Expand):
-            return self._expand(task)
-        return self._compile(task) if task else self._do_warm()
-
-    # ---- compile
-
-    def _vocabulary(self) -> Vocab | Exception:
-        """It, or what there is instead."""
+    def _tables(self) -> Shared:
+        """Those that the next grammar is for. `compile` would make new ones, too, but each of two threads its own."""
         with self._vocab_lock:
             if self._vocab is None:
-                with _SWITCHING, _FULL_GC:
-                    self._vocab = _attempt("the vocabulary", self._make_vocab)
+                self._vocab = _attempt("the vocabulary", self._make_vocab)
                 self._make_vocab = None
-            return self._vocab
+            if isinstance(self._vocab, Exception):
+                raise self._vocab
+            if self._vocab.shared is None or self._vocab.shared.full:
+                self._vocab.shared = Shared(self._vocab)
+            return self._vocab.shared
 
-    def _tables(self, vocab: Vocab) -> Shared:
-        """Those in use. `compile` would make new ones, too, but each of two threads its own."""
-        with self._vocab_lock:
-            if vocab.shared is None or vocab.shared.full:
-                vocab.shared = Shared(vocab)
-            return vocab.shared
-
-    def _make(self, kind: str, text, vocab: Vocab) -> Grammar:
-        made = grammars.compile(kind, text, vocab, whitespace=self.whitespace)
-        made.row(made.start)
+    def _make(self, kind: str, text, shared: Shared) -> Grammar:
+        with time_limit(time.monotonic() + self.timeout_s):
+            made = grammars.compile(kind, text, shared.tables.vocab, whitespace=self.whitespace)
+            made.row(made.start)
         return made
 
-    def _compile(self, job: _Job) -> bool:
-        stays, shared, vocab = True, None, None
-        if not job.future.set_running_or_notify_cancel():
-            made = None
-        elif isinstance(vocab := self._vocabulary(), Exception):
-            made = vocab
-        else:
-            began, shared = time.perf_counter(), self._tables(vocab)
-            with self._run(COMPILE, shared, job.future) as run:
-                made = _attempt(f"a grammar of kind {job.kind!r}", lambda: self._make(job.kind, job.text, vocab))
-            stays = not run.lost
+    def _compile(self, job: _Job) -> None:
+        shared = made = None
+        if job.future.set_running_or_notify_cancel():
+            shared = made = _attempt("what grammars share", self._tables)
+        began = time.perf_counter()
+        if isinstance(shared, Shared):
+            made = _attempt(f"a grammar of kind {job.kind!r}", lambda: self._make(job.kind, job.text, shared))
         with self._lock:
-            if self._in_flight.get(job.key) is job.future:
-                del self._in_flight[job.key]
-            self._drop_stale()
-            if shared is not None:
-                self._counts["compile_s"] += time.perf_counter() - began
-                if job.key is not None and shared is vocab.shared and isinstance(made, (Grammar, GrammarError)):
-                    self._store(job)
+            self._counts["compile_s"] += time.perf_counter() - began
             self._counts["compiled"] += isinstance(made, Grammar)
             self._counts["refused"] += isinstance(made, Exception)
+            if self._in_flight.get(job.key) is job.future:
+                del self._in_flight[job.key]
+                if shared is self._in_use() and isinstance(made, (Grammar, GrammarError)):
+                    self._cache[job.key] = job.future, job.chars
+                    self._cached_chars += job.chars
+                while len(self._cache) > self.max_cached or self._cached_chars > MAX_CACHED_CHARS:
+                    self._cached_chars -= self._cache.popitem(last=False)[1][1]
         if isinstance(made, Exception):
             job.future.set_exception(made)
         elif made is not None:
             job.future.set_result(made)
-        self._finished.set()
+        self._todo.finished.set()
         self.warm()
-        return stays
 
-    def _do_warm(self) -> bool:
-        vocab = self._vocabulary()
-        if isinstance(vocab, Exception):
-            return True
-
-        def make(kind: str, text: str | None, begin: bytes) -> None:
-            made = self._make(kind, text, vocab)
-            state = made.step_bytes(made.start, begin)
-            if state is not None:
-                made.row(state)
-
-        with self._run(COMPILE, self._tables(vocab)) as run:
-            for each in WARM:
-                _attempt("warming up", lambda: make(*each))
-        return not run.lost
+    def _warm_up(self) -> None:
+        for kind, text, begin in WARM:
+            made = _attempt("a grammar to warm up with", lambda: self._make(kind, text, self._tables()))
+            if isinstance(made, Grammar):
+                _attempt("a row to warm up with", lambda: made.row(made.step_bytes(made.start, begin) or made.start))
 
     # ---- rows
 
-    def _states_of(self, grammar: Grammar) -> _States:
-        known = self._states.get(grammar)
-        if known is None:
-            known = self._states[grammar] = _States()
-        return known
-
-    def _ahead(self, tasks: list[_Row | _Expand]) -> None:
-        """The last one is the next to be done."""
-        for dropped in self._lines.add_ahead(tasks):
-            if isinstance(dropped, _Expand):
-                self._states_of(dropped.grammar).expanded.discard(dropped.state & INDEX)
-
-    def _build(self, task: _Row) -> bool:
-        grammar, index = task
-        stays, error, began = True, None, time.perf_counter()
-        built = grammar.tables.rows[index] is None and not self._is_stuck(grammar)
-        if built:
-            with self._run(BUILD, grammar.shared) as run:
-                made = _attempt("a row of a grammar", lambda: grammar.row(index))
-            if isinstance(made, Exception):
-                error = made if isinstance(made, GrammarError) else GrammarError(f"it failed with {type(made).__name__}", "grammar")
-            stays = not run.lost
-        with self._lock:
-            wanted = self._lines.done(task)
-            if error is not None:
-                self._states_of(grammar).errors[index] = error
-            if built:
-                self._counts["build_s"] += time.perf_counter() - began
-                self._counts["rows_failed" if error else "rows_wanted" if wanted else "rows_prefetched"] += 1
-        self._finished.set()
-        return stays
-
-    def _expand(self, task: _Expand) -> bool:
-        grammar, state, count = task
-        with self._run(BUILD, grammar.shared) as run:
+    def _build(self, task: _Row, wanted: bool) -> None:
+        (grammar, state, successors), began = task, time.perf_counter()
+        rows, failed = grammar.tables.rows, self._errors.get(grammar, ())
+        if successors:
             edges = _attempt("what follows a state", lambda: grammar.edges(state))
-        if isinstance(edges, list):
-            rows = dict.fromkeys(_Row(grammar, to & INDEX) for to, _ in edges[:count])
+            ahead = [] if isinstance(edges, Exception) else dict.fromkeys(to & INDEX for to, _ in edges[:successors])
             with self._lock:
-                failed = self._states_of(grammar).errors
-                self._ahead([row for row in reversed(rows) if grammar.tables.rows[row.index] is None and row.index not in failed])
-        return not run.lost
+                self._put_ahead([_Row(grammar, to) for to in reversed(ahead) if rows[to] is None and to not in failed])
+        elif rows[state] is None:
+            made = _attempt("a row of a grammar", lambda: grammar.row(state))
+            with self._lock:
+                self._counts["build_s"] += time.perf_counter() - began
+                if isinstance(made, Exception):
+                    error = made if isinstance(made, GrammarError) else GrammarError(f"it failed with {type(made).__name__}", "grammar")
+                    self._errors.setdefault(grammar, {})[state] = error
+                self._counts["rows_failed" if isinstance(made, Exception) else "rows_wanted" if wanted else "rows_prefetched"] += 1
+        self._todo.finished.set()
 
 
-# ------------------------------------------------------------------------------------------------------------------- lines of tasks
+# ------------------------------------------------------------------------------------------------------------------------ the lines
 
-@dataclass(eq=False)
-class _Job:
+class _Job(NamedTuple):
     """A compile. key: of equal requests, None if it cannot be shared; chars: the length of its text."""
     kind: str
     text: object
@@ -425,36 +287,13 @@ class _Job:
 
 
 class _Row(NamedTuple):
-    """To build the row of a state."""
-    grammar: Grammar
-    index: int
-
-
-class _Expand(NamedTuple):
-    """To build rows of the `count` most likely successors of a state."""
+    """To build the row of a state (its index), or, if `successors` is not 0, to have those of so many successors of the state built ahead."""
     grammar: Grammar
     state: int
-    count: int
+    successors: int = 0
 
 
-@dataclass(eq=False)
-class _Run:
-    """What a thread is busy with. lost: its thread has been replaced meanwhile."""
-    line: str
-    shared: Shared
-    began: float
-    future: Future | None
-    lost: bool = False
-
-
-@dataclass
-class _States:
-    """What is known of a grammar's states, by index: rows that cannot be built, and states whose successors were prefetched."""
-    errors: dict[int, GrammarError] = field(default_factory=dict)
-    expanded: set[int] = field(default_factory=set)
-
-
-class _Lines:
+class _Todo:
     """What is to be done, and all that a thread holds while it waits: not the Compiler, which may then be collected.
 
     The Compiler may be collected in any line of any thread, also in one that holds this lock. So the lock can be taken again, closing changes
@@ -462,103 +301,62 @@ class _Lines:
     """
 
     def __init__(self):
-        self.lock = threading.RLock()
-        self.closed = False
+        self.lock, self.closed, self.runs = threading.RLock(), False, 0
+        self.more_compiles, self.more_rows = threading.Condition(self.lock), threading.Condition(self.lock)
         self.compiles: deque[_Job | None] = deque()             # None: warm up
         self.wanted: OrderedDict[_Row, None] = OrderedDict()
-        self.ahead: OrderedDict[_Row | _Expand, None] = OrderedDict()
-        self.building: dict[_Row, bool] = {}                    # whether it is wanted
-        self._compiles, self._rows = threading.Condition(self.lock), threading.Condition(self.lock)
+        self.ahead: OrderedDict[_Row, None] = OrderedDict()
+        self.building: _Row | None = None
+        self.finished = threading.Event()
 
-    def add_compile(self, job: _Job | None) -> None:
-        with self.lock:
-            self.compiles.append(job)
-            self._compiles.notify()
-
-    def add_wanted(self, row: _Row) -> None:
-        """Nothing, if it is there already."""
-        with self.lock:
-            if row in self.building:
-                self.building[row] = True
-            elif row not in self.wanted:
-                self.ahead.pop(row, None)
-                self.wanted[row] = None
-                self._rows.notify()
-
-    def add_ahead(self, tasks: list[_Row | _Expand]) -> list[_Row | _Expand]:
-        """The oldest, which had to make room."""
-        with self.lock:
-            for task in tasks:
-                if task not in self.wanted and task not in self.building:
-                    self.ahead[task] = None
-                    self.ahead.move_to_end(task)
-            self._rows.notify()
-            return [self.ahead.popitem(last=False)[0] for _ in range(len(self.ahead) - MAX_AHEAD)]
-
-    def take_compile(self) -> list[_Job | None]:
-        """The next, alone in a list; empty: closed."""
-        with self.lock:
-            while not self.closed and not self.compiles:
-                self._compiles.wait(NAP_S)
-            return [] if self.closed else [self.compiles.popleft()]
-
-    def take_row(self) -> list[_Row | _Expand]:
-        """What was wanted first, else what was added last, alone in a list; empty: closed. A row is `building` until it is `done`."""
-        with self.lock:
-            while not self.closed and not self.wanted and not self.ahead:
-                self._rows.wait(NAP_S)
-            if self.closed:
-                return []
-            is_wanted = bool(self.wanted)
-            task = self.wanted.popitem(last=False)[0] if is_wanted else self.ahead.popitem()[0]
-            if isinstance(task, _Row):
-                self.building[task] = is_wanted
-            return [task]
-
-    def done(self, row: _Row) -> bool:
-        """Whether somebody wanted it."""
-        with self.lock:
-            return self.building.pop(row)
-
-    def close(self) -> list[_Job]:
-        """No more is taken. What was never begun."""
+    def close(self) -> None:
+        """Cancel all that has not begun, and end the threads."""
         with self.lock:
             self.closed = True
-            self._compiles.notify_all()
-            self._rows.notify_all()
-            return [job for job in self.compiles if job is not None]
+            self.more_compiles.notify_all()
+            self.more_rows.notify_all()
+        for job in filter(None, self.compiles):
+            job.future.cancel()
+        self.finished.set()
 
 
-def _serve(compiler: weakref.ref[Compiler], take: Callable[[], list]) -> None:
-    """A thread's life."""
-    while task := take():
-        here = compiler()
-        if here is None or not here._work(task.pop()):
-            return
+def _serve(compiler: weakref.ref[Compiler], todo: _Todo, compiles: bool) -> None:
+    """The life of a thread: one that compiles, or the one that builds rows."""
+    while True:
+        with todo.lock:
+            while not (todo.closed or (todo.compiles if compiles else todo.wanted or todo.ahead)):
+                (todo.more_compiles if compiles else todo.more_rows).wait(NAP_S)
+            here, wanted = compiler(), bool(todo.wanted)
+            if todo.closed or here is None:
+                return
+            if compiles:
+                task = todo.compiles.popleft()
+            else:
+                task = todo.building = (todo.wanted if wanted else todo.ahead).popitem(last=not wanted)[0]
+            todo.runs += 1
+        with _SWITCHING, _FULL_GC:
+            if not compiles:
+                here._build(task, wanted)
+            elif task is None:
+                here._warm_up()
+            else:
+                here._compile(task)
+        with todo.lock:
+            todo.runs -= 1
+            if not compiles:
+                todo.building = None
         del here, task
-
-
-def _shut(lines: _Lines, finished: threading.Event) -> None:
-    for job in lines.close():
-        job.future.cancel()
-    finished.set()
 
 
 # ------------------------------------------------------------------------------------------------------------------------ its parts
 
 def _key(kind: object, text: object) -> tuple[Hashable, int]:
     """(what equal requests have in common, None if that cannot be said; the length of the text)."""
-    if not isinstance(kind, str):
-        return None, 0
-    if text is None or isinstance(text, str):
-        return (kind, text), len(text or "")
-    if isinstance(text, (list, tuple)) and set(map(type, text)) == {str}:
-        return (kind, tuple(text)), sum(map(len, text))
     try:
-        spelled = json.dumps(text)                  # in the order of its keys, which may mean something
+        spelled = text if isinstance(text, str) else json.dumps(text)       # objects in the order of their keys, which may mean something
     except (TypeError, ValueError, RecursionError):
         return None, 0
-    return (kind, "json", spelled), len(spelled)
+    return ((kind, isinstance(text, str), spelled) if isinstance(kind, str) else None), len(spelled)
 
 
 def _attempt(what: str, make: Callable):
@@ -572,10 +370,6 @@ def _attempt(what: str, make: Callable):
         return error
 
 
-def _busy() -> GrammarError:
-    return GrammarError("grammars that take too long to compile are in the way; try again later", "grammar")
-
-
 class _Held:
     """A setting of the whole process that has another value while somebody needs that. If others change it meanwhile, it is theirs."""
 
@@ -584,7 +378,7 @@ class _Held:
         self._lock, self._users = threading.Lock(), 0
         self._before = self._ours = None
 
-    def hold(self) -> None:
+    def __enter__(self) -> None:
         with self._lock:
             self._users += 1
             if self._users == 1:
@@ -592,17 +386,11 @@ class _Held:
                 self._put(self._lowered(self._before))
                 self._ours = self._get()
 
-    def release(self) -> None:
+    def __exit__(self, *error) -> None:
         with self._lock:
             self._users -= 1
             if not self._users and self._get() == self._ours:
                 self._put(self._before)
-
-    def __enter__(self) -> None:
-        self.hold()
-
-    def __exit__(self, *error) -> None:
-        self.release()
 
 
 _SWITCHING = _Held(sys.getswitchinterval, sys.setswitchinterval, lambda before: min(before, SWITCH_S))
@@ -615,26 +403,18 @@ def _demo() -> None:
     vocab = Vocab([bytes([b]) for b in range(256)] + [b"ab", b"abc", b'": "', b"true", b"null", None], end_ids=[261])
     with Compiler(lambda: vocab) as compiler:
         asked = [("regex", "[a-f]{1,9}-(abc)+"), ("json_object", None), ("regex", r"(a)\1"), ("regex", "[a-f]{1,9}-(abc)+")]
-        futures = [compiler.submit(*each) for each in asked]
+        futures, step = [compiler.submit(*each) for each in asked], 0
         print("the last is the first:", futures[3] is futures[0])
-        todo = dict(enumerate(futures[:3]))
-        for step in range(1000):
+        todo = dict(zip(futures, asked))
+        while todo:
             time.sleep(0.002)
-            for i, future in list(todo.items()):
-                if future.done():
-                    del todo[i]
-                    print(f"step {step:3}: {asked[i]!s:35}", future.exception() or f"starts in state {future.result().start}")
-            if not todo:
-                break
+            step += 1
+            for future in [future for future in todo if future.done()]:
+                print(f"step {step:3}: {todo.pop(future)!s:35}", future.exception() or f"starts in state {future.result().start}")
         grammar = futures[1].result()
-        compiler.prefetch(grammar, grammar.start)
         state = grammar.step(grammar.start, ord("{"))
-        for step in range(1000):
-            if grammar.tables.rows[state & INDEX] is not None:
-                break
-            assert compiler.want(grammar, state) is None
+        while grammar.tables.rows[state & INDEX] is None and compiler.want(grammar, state) is None:
             compiler.wait(0.002)
-        print(f"the row behind {{ was there after {step} steps")
         print(", ".join(f"{name[8:]} {value:.4g}" for name, value in compiler.stats().items() if value))
 
 

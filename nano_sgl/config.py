@@ -93,7 +93,7 @@ class EngineConfig:
     constrained_json_whitespace: str = flag("fixed", 'blanks between the tokens of JSON: fixed is ", " and ": ", compact none, flexible up to 16',
                                             ("fixed", "compact", "flexible"))
     grammar_cache_size: int = flag(128, "compiled grammars that are kept for requests to come; 0 keeps none", within=Range(0, 10**6, integer=True))
-    grammar_compile_timeout: float = flag(30.0, "seconds after which a grammar that is still being compiled is refused",
+    grammar_compile_timeout: float = flag(30.0, "seconds after which a request whose grammar is not ready is refused",
                                           within=Range(0, 10**6, open_low=True))
     kv_events: bool = flag(False, "record which blocks of KV are stored and removed, for readers in this process")
     kv_events_endpoint: str | None = flag(None, "ZeroMQ address to publish them at, such as tcp://127.0.0.1:5557; none by default")

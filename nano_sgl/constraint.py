@@ -28,7 +28,8 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import CancelledError, Future
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -127,7 +128,8 @@ class Constraints:
 
     def __init__(self, make_vocab: Callable[[], Vocab], max_rows: int, device: str, *, whitespace: str, cache_size: int, timeout_s: float,
                  prefetches: int):
-        """prefetches: rows that are built ahead of each new state. None pay off where a step lasts longer than building a row."""
+        """timeout_s: for a compile, and for a request's wait for its grammar, queued or not. prefetches: rows that are built ahead of each new state.
+        None pay off where a step lasts longer than building a row."""
         self.compiler = Compiler(make_vocab, whitespace=whitespace, max_cached=cache_size, timeout_s=timeout_s)
         self.device, self.timeout_s, self.prefetches = device, timeout_s, prefetches
         self.states = torch.full((max_rows,), DEAD, dtype=torch.int64, device=device)
@@ -147,18 +149,15 @@ class Constraints:
         return self.compiler.submit(*request.params.grammar)
 
     def refused(self, request: Request) -> RequestError | None:
-        """Wait for the request's grammar; why it is refused, if it is."""
+        """Wait for the request's grammar, for `timeout_s` at most; why it is refused, if it is."""
         future = self.compile(request)
-        while True:
-            if future.done():
-                found = outcome(request, future)
-                return found if isinstance(found, RequestError) else None
-            if self.compiler.expired(future):
-                return refusal(request, self._too_slow())
-            wait([future], timeout=0.1)
+        with suppress(TimeoutError, CancelledError):
+            future.exception(self.timeout_s)
+        found = outcome(request, future) if future.done() else self._too_slow(request)
+        return found if isinstance(found, RequestError) else None
 
-    def _too_slow(self) -> GrammarError:
-        return GrammarError(f"compiling takes longer than {self.timeout_s:g} s", "grammar")
+    def _too_slow(self, request: Request) -> RequestError:
+        return refusal(request, GrammarError(f"the grammar was not ready after {self.timeout_s:g} s", "grammar"))
 
     def compiled(self, clock: float, waiting_timeout: float | None) -> list[tuple[Compiling, Grammar | RequestError]]:
         """The requests that need not wait for their grammars any more: it is there, or is refused, or took too long."""
@@ -166,8 +165,8 @@ class Constraints:
         for rid, one in list(self.waiting.items()):
             if one.grammar.done():
                 found = outcome(one.request, one.grammar)
-            elif self.compiler.expired(one.grammar):
-                found = refusal(one.request, self._too_slow())
+            elif clock - one.since > self.timeout_s:
+                found = self._too_slow(one.request)
             elif waiting_timeout is not None and clock - one.since > waiting_timeout:
                 found = RequestError(f"the request waited for its grammar for more than {waiting_timeout:g} s, the server's waiting_timeout",
                                      status=503)

@@ -23,12 +23,16 @@ The count. A bounded repeat of characters, `[^"]{0,4096}`, is one state and not 
 many characters were begun. A line of a value holds while min <= count <= max. One repeat of a state uses the number (REGISTER in its
 place); others write theirs into the state.
 
-Invariants. Every state has a completion over bytes. States, rows, maps and values never change and only grow, in one set of Tables for all grammars
+Ambiguity. Readings multiply, so what others cover is left out: of x{0,7} and x{0,8} over equal stacks the first, of two places in one repeat the
+one that has come further, of two conditions the narrower. A row follows each position once, with one stack for all ways to come there.
+
+Invariants. Every state has a completion over the bytes that tokens have. States, rows, maps and values never change and only grow, in one set of Tables for all grammars
 of a vocabulary, so that a batch of different grammars is one gather. What has the same top and was pushed at the same time is one stack.
 
-Cost: a row that exists one list index; a new one 0.1 to 1 ms, 2 or 3 if a large template is new, too. Where it stops: tables are given back only
-all at once (`Shared.full`: compile begins new ones, the old grammars keep theirs); a grammar that can be read in more than MAX_READINGS ways at once
-raises GrammarError when it gets there; a token's text is taken to be its bytes, whatever stands before it.
+Cost: a row that exists one list index; a new one 0.1 to 1 ms, 2 to 4 if a large template is new, too; hundreds if words of any length may be split
+anywhere, `(\\w{1,20} ?){1,9}`. Where it stops: tables are given back only all at once (`Shared.full`: compile begins new ones, the old grammars keep
+theirs); a grammar that can be read in more than MAX_READINGS ways at once, or takes MAX_ROW_S for a row, raises GrammarError when it gets there; a
+token's text is taken to be its bytes, whatever stands before it.
 Source: Tomita's graph-structured stacks (1985); tables over tokens after Willard and Louf (2023); tokens that need no look at the stack after
 XGrammar (Dong et al. 2024).
 """
@@ -36,6 +40,7 @@ XGrammar (Dong et al. 2024).
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -53,9 +58,10 @@ MAX_GRAMMAR_STATES = 50_000
 MAX_TABLE_BYTES = 256 << 20     # of a vocabulary's tables, templates not counted: then `Shared.full`
 MAX_TEMPLATE_BYTES = 96 << 20
 MAX_OVERRIDES = 4096            # of a row: one with more gets a map of its own
-MAX_FORCED = 1024               # bytes that `forced` looks ahead
+MAX_FORCED = 1024               # bytes that `forced` looks ahead, and readings that it follows
+MAX_ROW_S = 3.0                 # of a row: who waits for one waits with all that share its tables
 DENSE = 768                     # tokens from which a template is worth a map
-COMPARED = 64                   # readings that are compared with each other, to leave out what others cover
+COMPARED = 32                   # readings that are compared with each other, to leave out what others cover
 MAX_JOINT = 3                   # templates in one map
 INF = (1 << 31) - 1
 COUNT_SHIFT = 32                # a state is index | count << 32
@@ -171,14 +177,17 @@ class Shared:
         """(map, for each of its classes the class in each template, 0: not in it)."""
         key = tuple(t.number for t in templates)
         if key not in self._maps:
-            classes, split = np.zeros(self.tables.vocab.size, np.int64), [()]
-            for t in templates:
-                joint = classes * (len(t.classes) + 1)
-                joint[t.tokens] += t.cls + 1
-                values, classes = distinct(joint)
-                if values[0] != 0:                  # class 0 is for tokens that are in no template
-                    values, classes = [0, *values], classes + 1
-                split = [(*split[value // (len(t.classes) + 1)], value % (len(t.classes) + 1)) for value in values]
+            classes = np.zeros(self.tables.vocab.size, np.int64)
+            split = [(0,) * len(templates)]         # class 0 is for tokens that are in no template
+            for i, t in sorted(enumerate(templates), key=lambda one: -one[1].tokens.size):
+                width = len(t.classes)
+                values, cls = distinct(classes[t.tokens] * width + t.cls)
+                classes[t.tokens] = cls + len(split)
+                split += [(*old[:i], value % width + 1, *old[i + 1 :]) for value in values for old in [split[value // width]]]
+            if len(templates) > 1:                  # classes of which all tokens went on into others
+                used = np.bincount(classes, minlength=len(split)) > 0
+                used[0] = True
+                classes, split = (np.cumsum(used) - 1)[classes], [one for one, is_used in zip(split, used) if is_used]
             self._maps[key] = self.tables.add_map(classes), split
         return self._maps[key]
 
@@ -217,7 +226,7 @@ class Grammar:
         self._first: dict[int, list[tuple[int, tuple[int, ...]]]] = {}
         self._stacks: list[frozenset] = []                          # stack -> {(frame, stack below)}: a set, for ambiguity
         self._stack_ids: dict[frozenset, int] = {}
-        self._covered: dict[tuple[int, int], bool] = {}
+        self._covered: dict[tuple[int, int, int], bool] = {}
         self._follow: dict[int, int] = {}
         self._sets: list[tuple[bool, tuple]] = []                   # set -> (may end, configurations (q, stack, loop, count))
         self._set_ids: dict[tuple, int] = {}
@@ -248,7 +257,8 @@ class Grammar:
             with self.shared.lock:
                 row = self.tables.rows[index]
                 if row is None:
-                    row = _RowBuilder(self, index).build()
+                    with time_limit(time.monotonic() + MAX_ROW_S):
+                        row = _RowBuilder(self, index).build()
                     self.tables.add_row(index, row)
         return row
 
@@ -294,8 +304,9 @@ class Grammar:
     def forced(self, state: int) -> tuple[bytes, int]:
         """(the bytes that must follow, up to a choice or a possible end, state after them); at most MAX_FORCED."""
         with self.shared.lock:
-            now, text = self._unpack(state), bytearray()
-            while len(text) < MAX_FORCED and not self._may_end(now):
+            now, text, readings = self._unpack(state), bytearray(), 0
+            while len(text) < MAX_FORCED and readings < 4 * MAX_FORCED and not self._may_end(now):
+                readings += len(self._sets[now][1])
                 mask = self._alive(now)
                 if mask.bit_count() != 1:
                     break
@@ -373,13 +384,13 @@ class Grammar:
         """Whether a stack allows all that another does; never wrongly true."""
         if one == other:
             return True
-        found = self._covered.get((one, other))
+        ours, theirs = self._stacks[one], self._stacks[other]
+        if not depth or len(ours) * len(theirs) > COMPARED:
+            return False
+        key = one, other, depth
+        found = self._covered.get(key)
         if found is None:
-            ours, theirs = self._stacks[one], self._stacks[other]
-            found = depth > 0 and len(ours) * len(theirs) < COMPARED and all(
-                any(self._frame_covers(mine, frame, depth) for mine in ours) for frame in theirs)
-            if depth >= 4 or found:
-                self._covered[one, other] = found
+            found = self._covered[key] = all(any(self._frame_covers(mine, frame, depth) for mine in ours) for frame in theirs)
         return found
 
     def _push(self, frame: int, stack: int) -> int:
@@ -643,7 +654,7 @@ class _RowBuilder:
         self.low, self.high = grammar._loops[registers[0]][1:] if registers else (0, 0)
         self.dense: list[tuple[Template, list[int]]] = []
         self.sparse: list[tuple[np.ndarray, np.ndarray]] = []
-        self.followed = 0
+        self.followed = self.begun = 0              # readings, and positions where they begin
         self.pending: dict[tuple, list[tuple[int, NodeSet, np.ndarray | None]]] = {}    # (q, loop, count) -> (stack, positions, xs)
         self.done: dict[tuple, list[tuple[int, NodeSet, np.ndarray | None]]] = {}
         if self.automaton.template_bytes > MAX_TEMPLATE_BYTES:
@@ -661,7 +672,7 @@ class _RowBuilder:
             wave, self.pending = self.pending, {}
             for (q, loop, count), sources in wave.items():
                 for stack, starts, xs in self._fresh((q, loop, count), sources):
-                    self.followed += 1
+                    self.followed += 1 + len(self.grammar._stacks[stack]) // 4
                     if self.followed > MAX_FOLLOWED:
                         raise GrammarError(f"the grammar is too ambiguous: more than {MAX_FOLLOWED} readings of the tokens after a text", "grammar")
                     self._follow((q, stack, loop, count), starts, xs)
@@ -669,7 +680,9 @@ class _RowBuilder:
 
     def _fresh(self, place: tuple, sources: list) -> list[tuple[int, NodeSet, np.ndarray | None]]:
         """What of (stack, positions, xs) is to be followed: one stack for the same positions, positions with the same stack together, and none that
-        an earlier wave has followed with a stack that allows as much."""
+        an earlier wave has followed with a stack that allows as much. Of a few positions, that is not worth looking for."""
+        self.begun += sum(starts.nodes.size + 100 for _, starts, _ in sources)
+        many = self.begun > self.tables.vocab.byte.size
         if len(sources) > 1:
             stacks: dict[tuple[int, int], list] = {}
             for stack, starts, xs in sources:
@@ -679,16 +692,17 @@ class _RowBuilder:
                 stack = some.pop() if len(some) == 1 else self.grammar._stack(frozenset().union(*map(self.grammar._stacks.__getitem__, some)))
                 places.setdefault(stack, []).append((starts, xs))
             sources = [(stack, *self._merge(found)) for stack, found in places.items()]
-        elif sources[0][1].nodes.size > 64:
+        elif many and sources[0][1].nodes.size > 64:
             sources = [(sources[0][0], *self._merge([sources[0][1:]]))]
         done = self.done.setdefault(place, [])
-        sources = [left for source in sources if (left := self._left(*source, done))[1].nodes.size]
+        if many and done:
+            sources = [left for source in sources if (left := self._left(*source, done))[1].nodes.size]
         done += sources
         return sources
 
     def _left(self, stack: int, starts: NodeSet, xs: np.ndarray | None, done: list) -> tuple[int, NodeSet, np.ndarray | None]:
         """The positions that were not followed before with a stack, and a condition, that allow as much; all of them if that is most."""
-        before = [(other.nodes, more) for below, other, more in done if self.grammar._covers(below, stack)]
+        before = [(other.nodes, more) for below, other, more in done[-COMPARED:] if self.grammar._covers(below, stack)]
         if not before:
             return stack, starts, xs
         width = 2 + max(int(more.max()) if more is not None else 0 for _, more in [*before, (None, xs)])

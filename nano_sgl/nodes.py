@@ -327,7 +327,13 @@ def split_bytes(arcs: Iterable[tuple[int, int]]) -> list[tuple[int, set[int]]]:
     for mask, node in arcs:
         by_mask.setdefault(mask, set()).add(node)
     parts: list[tuple[int, set[int]]] = []
+    seen = 0
     for mask, nodes in by_mask.items():
+        if not mask & seen:
+            parts.append((mask, nodes))
+            seen |= mask
+            continue
+        seen |= mask
         divided = []
         for other, members in parts:
             common = other & mask
@@ -390,7 +396,8 @@ class _Normalizer:
         for item, run in itertools.groupby((self.nodes.bounds(part) for part in parts), key=lambda bounds: bounds[0]):
             _, lows, highs = zip(*run)
             low, high = sum(lows), None if None in highs else sum(highs)
-            if (len(lows) >= RUN or len(lows) > 1 and high is None) and max(low, high or 0) <= MAX_COUNT:
+            many = len(lows) >= RUN or len(lows) > 1 and (high is None or self.nodes.nullable[item] or not low)
+            if many and max(low, high or 0) <= MAX_COUNT:
                 found.append(self.nodes.rep(item, low, high))
             else:
                 found += [self.nodes.rep(item, low, high) for low, high in zip(lows, highs)]
@@ -443,7 +450,8 @@ class _Normalizer:
         if kind == "rep":
             known[node] = self.nodes.rep(self._replace(parts[0], known), *parts[1:])
         else:
-            known[node] = (self.nodes.cat if kind == "cat" else self.nodes.alt)([self._replace(part, known) for part in parts])
+            parts = [self._replace(part, known) for part in parts]
+            known[node] = self.nodes.cat(self._runs(parts)) if kind == "cat" else self.nodes.alt(parts)
         return known[node]
 
     def _matches(self, node: int, found: set[int], empty: bool) -> bool:

@@ -127,7 +127,7 @@ def tick() -> None:
         return
     now = time.monotonic()
     if now > CLOCK.deadline:
-        raise GrammarError("the grammar takes too long to compile", "grammar")
+        raise GrammarError("the grammar takes too long", "grammar")
     if CLOCK.lock is not None and now - CLOCK.yielded > YIELD_S:
         CLOCK.lock.release()
         try:

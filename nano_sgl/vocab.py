@@ -31,6 +31,7 @@ from __future__ import annotations
 
 import json
 import re
+from array import array
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -47,7 +48,7 @@ class Vocab:
     `size` V, ids are 0..V-1; `tokens[id]` its bytes, None if it is no text; `end_ids` the ids that may end a text, sorted. `order` int32: the ids of
     the tokens that are text, sorted by their bytes. The tree's columns, int32 [nodes]: `child0`, `kids` the children's range of nodes; `first`,
     `end` the range of `order` at and below the node, `own` how many of them are the node itself; `parent`; `byte` uint8, the last byte.
-    `levels`: where each depth's nodes begin; `node_of` int32 [V] the node of each token, the number of nodes for what is no text. Nothing
+    `levels`: where each depth's nodes begin; `by_byte` int32 the nodes sorted by byte, those of byte b from `byte_starts[b]`; `node_of` int32 [V] the node of each token, the number of nodes for what is no text. Nothing
     changes after construction. `lists` (child0, kids, first, end) and `byte_string` are for walks of a few steps, which arrays are slow at.
     """
 
@@ -105,9 +106,11 @@ class Vocab:
         self.child0 = (1 + np.cumsum(self.kids) - self.kids).astype(np.int32)
         self.byte, self.order = byte, np.array(order, np.int32)
         self.parent, self.first, self.end, self.own = (column.astype(np.int32) for column in (above, first, end, own))
-        self.lists = [column.tolist() for column in (self.child0, self.kids, self.first, self.end)]
+        self.lists = [array("i", column.tobytes()) for column in (self.child0, self.kids, self.first, self.end)]
         self.byte_string = self.byte.tobytes()
         self.alphabet = sum(1 << byte for byte in set(self.byte_string[1:]))  # the bytes that tokens have
+        self.by_byte = np.argsort(byte, kind="stable").astype(np.int32)
+        self.byte_starts = np.searchsorted(byte[self.by_byte], np.arange(257)).tolist()
         self.levels = np.cumsum([0] + [len(column[0]) for column in columns]).tolist()
         self.node_of = np.full(self.size, base, np.int32)
         self.node_of[self.order] = np.repeat(np.arange(base), own)[np.argsort(np.repeat(first, own), kind="stable")]

@@ -1,4 +1,4 @@
-"""Grammars beside the loop: sharing, the cache's bounds, rows that are wanted and rows ahead, runs that are given up, threads that end."""
+"""Grammars beside the loop: sharing, the cache's bounds, rows that are wanted and rows ahead, time-outs, threads that end."""
 
 import contextlib
 import gc
@@ -17,7 +17,7 @@ import pytest
 from nano_sgl import compiler, grammar, weights
 from nano_sgl.compiler import Compiler
 from nano_sgl.grammar import INDEX, Grammar
-from nano_sgl.rules import GrammarError
+from nano_sgl.rules import GrammarError, tick
 from nano_sgl.vocab import Vocab
 
 ROOT = Path(__file__).parent.parent
@@ -62,20 +62,18 @@ def make(vocab):
 
 
 class Gate:
-    """In place of `grammar.compile`: texts that begin with "stop" wait in it, with the lock of their tables if `locked`."""
+    """In place of `grammar.compile`: texts that begin with "stop" wait in it."""
 
-    def __init__(self, monkeypatch, locked: bool = False):
+    def __init__(self, monkeypatch):
         self.entered, self.open, self.calls = threading.Semaphore(0), threading.Event(), []
         real = grammar.compile
 
         def compile(kind, text, vocab, **options):
             self.calls.append(text)
-            if not str(text).startswith("stop"):
-                return real(kind, text, vocab, **options)
-            with vocab.shared.lock if locked else contextlib.nullcontext():
+            if str(text).startswith("stop"):
                 self.entered.release()
                 assert self.open.wait(30)
-                return real(kind, text, vocab, **options)
+            return real(kind, text, vocab, **options)
 
         monkeypatch.setattr(grammar, "compile", compile)
 
@@ -288,7 +286,7 @@ def test_a_row_is_built_once_however_often_it_is_wanted(make, monkeypatch):
     order, state = built(monkeypatch), made.step(made.start, ord("a"))
     with made.shared.lock:
         assert [c.want(made, state) for _ in range(100)] == [None] * 100
-        assert until(lambda: c.stats()["grammar_runs"] == 1)
+        assert until(lambda: c.stats()["grammar_rows_queued"] == 0)
         assert c.want(made, state) is None and c.stats()["grammar_rows_queued"] == 0, "not while it is being built, either"
     assert until(lambda: c.stats()["grammar_rows_wanted"] == 1) and order == [state & INDEX]
     assert c.want(made, state) is None and c.want(made, made.start) is None and made.step(state, ord("c")) is not None
@@ -366,7 +364,7 @@ def test_what_is_wanted_comes_before_what_is_ahead_and_newest_goes_first(make, m
     order = built(monkeypatch)
     with made.shared.lock:
         c.want(made, after["a"])
-        assert until(lambda: c.stats()["grammar_runs"] == 1)
+        assert until(lambda: c.stats()["grammar_rows_queued"] == 0)
         c.prefetch(made, made.start)
         c.want(made, after["d"])                    # while the builder waits for the first
         c.want(made, after["d"])
@@ -382,7 +380,7 @@ def test_what_is_ahead_is_bounded_and_the_oldest_dropped(make, monkeypatch):
     wanted = made[0].step(made[0].start, ord("a"))
     with made[0].shared.lock:
         c.want(made[0], wanted)
-        assert until(lambda: c.stats()["grammar_runs"] == 1)
+        assert until(lambda: c.stats()["grammar_rows_queued"] == 0)
         for each in made:
             c.prefetch(each, each.start)
             c.prefetch(each, each.start)
@@ -394,54 +392,46 @@ def test_what_is_ahead_is_bounded_and_the_oldest_dropped(make, monkeypatch):
     assert until(lambda: c.stats()["grammar_rows_prefetched"] == 4)
 
 
-# ------------------------------------------------------------------------------------------------------------------- runs too long
+# ---------------------------------------------------------------------------------------------------------------------- time-outs
 
-def test_a_compile_expires_by_the_time_it_runs_and_not_by_the_time_it_waits(make, gate):
-    c = make(threads=1, timeout_s=0.2)
-    done = c.submit("regex", "a")
-    done.result(10)
-    stuck = c.submit("regex", "stop")
+def for_ever(*args, **options):
+    while True:
+        tick()
+
+
+def test_a_compile_has_its_time_from_when_it_begins_and_others_come_behind_it(make, monkeypatch):
+    real = grammar.compile
+    monkeypatch.setattr(grammar, "compile", lambda kind, text, *args, **options: (for_ever if text[0] == "s" else real)(kind, text, *args, **options))
+    c = make(threads=1, timeout_s=0.3)
+    c.submit("regex", "warm").result(10)
+    began = time.monotonic()
+    slow = [c.submit("regex", text) for text in ("s1", "s2")]
     queued = c.submit("regex", "b")
-    gate.wait()
-    assert not c.expired(stuck) and not c.expired(queued) and not c.expired(done)
-    assert until(lambda: c.expired(stuck)) and not c.expired(queued), "another thread has taken over"
-    assert queued.result(10) and c.submit("regex", "stop") is stuck and c.expired(stuck)
-    assert c.stats()["grammar_lost_runs"] == 1
-    gate.open.set()
-    assert stuck.result(10) and not c.expired(stuck) and until(lambda: c.stats()["grammar_lost_runs"] == 0)
-    assert c.submit("regex", "stop") is not stuck, "its tables are no longer in use"
+    for i, each in enumerate(slow, start=1):
+        assert "takes too long" in each.exception(10).message and time.monotonic() - began >= 0.3 * i
+    assert queued.result(10) and c.submit("regex", "s1") is slow[0], "a refusal like any other"
 
 
-def test_a_compile_that_sits_on_its_tables_is_left_with_them(make, vocab, monkeypatch):
-    c = make(timeout_s=0.3)
-    made = c.submit("regex", "a[bc]+").result(10)
-    state, gate = made.step(made.start, ord("a")), Gate(monkeypatch, locked=True)
-    stuck = c.submit("regex", "stop")
-    gate.wait()
-    assert c.want(made, state) is None              # the builder gets stuck, too
-    assert until(lambda: c.expired(stuck))
-    assert "in the way" in c.want(made, state).message and vocab.shared is not made.shared
-    new = c.submit("regex", "a[bc]+").result(10)
-    other = new.step(new.start, ord("a"))
-    assert new.shared is not made.shared and until(lambda: c.want(new, other) is None and new.tables.rows[other & INDEX] is not None)
-    gate.open.set()
-    assert stuck.result(10) and until(lambda: c.stats()["grammar_lost_runs"] == 0)
-    assert until(lambda: c.want(made, state) is None and made.tables.rows[state & INDEX] is not None), "and they come back with it"
+def test_a_start_has_the_time_of_its_compile(make, monkeypatch):
+    c = make(timeout_s=0.2)
+    monkeypatch.setattr(grammar._RowBuilder, "build", for_ever)
+    began = time.monotonic()
+    assert "takes too long" in c.submit("regex", "[ab]c").exception(10).message and time.monotonic() - began >= 0.2
+    monkeypatch.undo()
+    assert c.submit("regex", "[ab]cd").result(10), "its tables are free again"
 
 
-def test_no_more_threads_than_that(make, gate, monkeypatch):
-    monkeypatch.setattr(compiler, "MAX_LOST", 2)
-    c, before = make(threads=1, timeout_s=0.1), ours()
-    stuck = [c.submit("regex", f"stop{i}") for i in range(2)]
-    queued = c.submit("regex", "a")
-    for each in stuck:
-        gate.wait()
-        assert until(lambda: c.expired(each))
-    assert "in the way" in queued.exception(10).message and not c.expired(queued)
-    assert "in the way" in c.submit("regex", "b").exception(10).message and len(ours() - before) <= 3
-    gate.open.set()
-    assert all(each.result(10) for each in stuck) and until(lambda: c.stats()["grammar_lost_runs"] == 0)
-    assert c.submit("regex", "a").result(10), "it is no grudge"
+def test_a_row_that_takes_too_long_cannot_be_had_and_others_can(make, monkeypatch):
+    c = make()
+    made = c.submit("regex", "[ab](x|yz)+[cd]").result(10)
+    states = [made.step_bytes(made.start, text) for text in (b"a", b"ay")]
+    monkeypatch.setattr(grammar, "MAX_ROW_S", 0.1)
+    monkeypatch.setattr(grammar._RowBuilder, "build", for_ever)
+    assert c.want(made, states[0]) is None and until(lambda: c.want(made, states[0]) is not None)
+    monkeypatch.undo()
+    error = c.want(made, states[0])
+    assert "takes too long" in error.message and c.want(made, states[0]) is error and c.stats()["grammar_rows_failed"] == 1
+    assert c.want(made, states[1]) is None and until(lambda: made.tables.rows[states[1] & INDEX] is not None)
 
 
 # -------------------------------------------------------------------------------------------------------------------------- its end
