@@ -4,9 +4,10 @@
 
 One engine answers `--batch` prompts at a time, `--tokens` tokens each, sampled; the prompts are cached, so that what is timed is decoding. Rows:
 
-anything     the regex (.|\\n)*, which allows whatever the free answer says: the texts are the same, and so is the work but for the grammar
+anything     the regex (.|\\n)*, which allows whatever the free answer says: the texts are the same (it is checked), and so is the work but for the
+             grammar
 letters      a regex of words and punctuation, counted
-json         any JSON object, until the tokens are used up or it is complete
+json         any JSON object, until the tokens are used up or it is complete: a batch that shrinks makes fewer tokens a second
 one grammar  a new regex that all requests of a batch share, so that it is compiled and its rows are built once
 own grammars the same regex in as many spellings as there are requests, each compiled for itself: what a cache of compiled grammars saves
 
@@ -56,19 +57,20 @@ def asked(name: str, turn: int, batch: int) -> list[dict]:
     raise ValueError(name)
 
 
-def play(llm: LLM, name: str, turn: int, batch: int, tokens: int) -> tuple[float, int, dict]:
-    """(seconds, tokens, what the grammars' counts grew by) of one batch."""
+def play(llm: LLM, name: str, turn: int, batch: int, tokens: int) -> tuple[float, list[list[int]], dict]:
+    """(seconds, the answers' ids, what the grammars' counts grew by) of one batch."""
     texts = prompts(batch)
     llm.generate(texts, SamplingParams(max_tokens=1), progress=False)
     before = llm.engine.stats()
-    params = [SamplingParams(max_tokens=tokens, temperature=0.8, seed=i, ignore_eos=True, **given) for i, given in enumerate(asked(name, turn, batch))]
+    least = tokens if name in ("free", "anything", "letters") else 0  # no text ends before that
+    params = [SamplingParams(max_tokens=tokens, min_tokens=least, temperature=0.8, seed=i, **given) for i, given in enumerate(asked(name, turn, batch))]
     start = time.perf_counter()
     answers = llm.generate(texts, params, progress=False)
     seconds = time.perf_counter() - start
     now = llm.engine.stats()
     assert not any(answer.error for answer in answers), next(answer.error for answer in answers if answer.error)
     counts = {key: value - before.get(key, 0) for key, value in now.items() if key.startswith("grammar_")}
-    return seconds, sum(len(answer.output_ids) for answer in answers), counts
+    return seconds, [answer.output_ids for answer in answers], counts
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -85,14 +87,16 @@ def main(argv: list[str] | None = None) -> None:
     names = ["free", "anything", "letters", "json", "one grammar", "own grammars"]
     speeds: dict[str, list[float]] = {name: [] for name in names}
     last: dict[str, dict] = {}
+    same: list[bool] = []
     with LLM(args.model, dtype=args.dtype) as llm:
         vocab = llm.engine.vocab_size
         for turn in range(args.repeats + 1):  # the first warms up
             order = names[turn % len(names):] + names[:turn % len(names)]  # nobody is always first
             found = {name: play(llm, name, turn, args.batch, args.tokens) for name in order}
-            for name, (seconds, tokens, counts) in found.items():
+            same += [a == b for a, b in zip(found["free"][1], found["anything"][1])]
+            for name, (seconds, answers, counts) in found.items():
                 if turn:
-                    speeds[name].append(tokens / seconds)
+                    speeds[name].append(sum(map(len, answers)) / seconds)
                     last[name] = counts
     print(f"batch {args.batch}, {args.tokens} tokens, {args.repeats} repeats, {args.model} in {args.dtype}; a mask of bits is {-(-vocab // 32) * 4} bytes\n")
     print("| grammar | speed | misses | bytes |\n|---|---|---|---|")
@@ -101,8 +105,9 @@ def main(argv: list[str] | None = None) -> None:
         counts = last[name]
         print(f"| {name} | {statistics.median(ratios):.3f} ({min(ratios):.3f}, {max(ratios):.3f}) | {counts['grammar_misses']} "
               f"| {counts['grammar_bytes'] / max(counts['grammar_tokens'], 1):.0f} |")
+    print(f"\nanything: {sum(same)} of {len(same)} texts are the free ones (a byte that is no character of UTF-8 parts them)")
     ratios = [a / b for a, b in zip(speeds["one grammar"], speeds["own grammars"])]
-    print(f"\none grammar beside own grammars: {statistics.median(ratios):.2f} ({min(ratios):.2f}, {max(ratios):.2f})")
+    print(f"one grammar beside own grammars: {statistics.median(ratios):.2f} ({min(ratios):.2f}, {max(ratios):.2f})")
 
 
 if __name__ == "__main__":

@@ -247,8 +247,9 @@ def format_fields(wanted: dict[str, Any] | None, sampling: dict) -> dict[str, An
     if kind == "text":
         return {}
     for other in GRAMMAR_FIELDS:
-        if sampling.get(other, "") not in ("", True if other == "json_object" else ""):
+        if sampling.get(other) and other != "json_object":
             raise RequestError(f"{name} and {other} are both given, and an output has one grammar: leave one of them out", name)
+    sampling.pop("json_object", None)
     return {"json_object": True}
 
 

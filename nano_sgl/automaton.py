@@ -385,7 +385,7 @@ def distinct(keys: np.ndarray) -> tuple[list[int], np.ndarray]:
 
 def _demo() -> None:
     """A JSON string's end, in two grammars; and what a template says of a few tokens."""
-    vocab = Vocab([b'a', b'ab', b'"', b'a",', b'",', b'", "', b'\\n', b','])
+    vocab = Vocab([b'a', b'ab', b'"', b'a",', b'",', b'", "', b'\\n', b',', b'": "', b'pack my box with five dozen jugs'])
     automaton = Automaton(vocab)
     body = Repeat(Or((Byte((1 << 256) - 1 & ~(1 << 0x22 | 1 << 0x5C)), Cat((Byte(1 << 0x5C), Byte(1 << 0x6E | 1 << 0x22))))), 0, None)
     for word in (b"name", b"city"):

@@ -77,6 +77,7 @@ class Compiler:
         self._in_flight: dict[Hashable, Future[Grammar]] = {}
         self._cache: OrderedDict[Hashable, tuple[Future[Grammar], int]] = OrderedDict()     # with the length of the text
         self._cached_of, self._cached_chars = None, 0
+        self._alive: weakref.WeakValueDictionary[Hashable, Grammar] = weakref.WeakValueDictionary()     # in use, cached or not
         self._errors: weakref.WeakKeyDictionary[Grammar, dict[int, GrammarError]] = weakref.WeakKeyDictionary()  # by state: why it has no row
         self._expanded: weakref.WeakKeyDictionary[Grammar, set[int]] = weakref.WeakKeyDictionary()      # states whose successors were prefetched
         self._threads: list[threading.Thread] = []
@@ -84,12 +85,15 @@ class Compiler:
         self._shut = weakref.finalize(self, self._todo.close)       # closed, collected or at exit: once
 
     def submit(self, kind: str, text) -> Future[Grammar]:
-        """The grammar to come, or the GrammarError that it is refused with; any other exception is our fault. Equal requests share it, so it is not
-        to be cancelled. After `close` it is. A text that is no str must not change any more."""
+        """The grammar to come, or the GrammarError that it is refused with; any other exception is our fault. Equal requests share it, so who does not
+        know of all of them does not cancel it. After `close` it is. A text that is no str must not change any more."""
         key, chars = _key(kind, text)
         with self._lock:
-            self._in_use()
+            shared = self._in_use()
             future, _ = self._cache.get(key) or (self._in_flight.get(key), chars)
+            if future is None and (alive := self._alive.get(key)) is not None and alive.shared is shared and not shared.full:
+                future = Future()
+                future.set_result(alive)
             if self._todo.closed:
                 future = Future()
                 future.cancel()
@@ -106,6 +110,15 @@ class Compiler:
                 if future.done() and future.exception() is not None:
                     future.exception().__traceback__ = None     # which every `result()` makes longer
             return future
+
+    @staticmethod
+    def abandon(future: Future[Grammar]) -> None:
+        """Nobody wants this any more: it is not compiled, if that has not begun. Whoever asks again gets another future."""
+        future.cancel()
+
+    @property
+    def closed(self) -> bool:
+        return self._todo.closed
 
     def want(self, grammar: Grammar, state: int) -> GrammarError | None:
         """The row of this state is needed now: why it cannot be had, or None, and it is built as soon as possible if it is not there."""
@@ -234,6 +247,8 @@ class Compiler:
             self._counts["compile_s"] += time.perf_counter() - began
             self._counts["compiled"] += isinstance(made, Grammar)
             self._counts["refused"] += isinstance(made, Exception)
+            if job.key is not None and isinstance(made, Grammar):
+                self._alive[job.key] = made
             if self._in_flight.get(job.key) is job.future:
                 del self._in_flight[job.key]
                 if shared is self._in_use() and isinstance(made, (Grammar, GrammarError)):

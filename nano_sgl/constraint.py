@@ -28,8 +28,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import CancelledError, Future
-from contextlib import suppress
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -43,7 +42,7 @@ from .grammar import INDEX, Grammar
 from .masks import DEAD, DeviceTables
 from .protocol import Request, RequestError
 from .rules import GrammarError
-from .spec import DraftTree, Step
+from .spec import Step
 from .vocab import Vocab
 
 
@@ -97,12 +96,9 @@ class Walk:
         for tables, _, places in self.groups:
             tables.mask(logits, places, states if places is None else states[places])
 
-    def tree(self) -> DraftTree:
-        """The draft tree without the guesses that may not come: they equal nothing that is sampled."""
-        tree = self.step.tree
-        ready = self.ready & self.ready[:, :1]
-        ready[:, 0] = True
-        return DraftTree(torch.where(ready, tree.tokens, -1), tree.parents, tree.sizes)
+    def guesses(self) -> Tensor:
+        """[S, N] int64: the guesses, -1 for those that may not come, which equals nothing that is sampled."""
+        return torch.where(self.ready & self.ready[:, :1], self.step.tree.tokens, -1)
 
     def finish(self, tokens: Tensor, nodes: Tensor | None = None) -> Walked:
         """Put into the rows what follows the `tokens` [S] that were sampled at `nodes` [S] (None: the roots)."""
@@ -148,22 +144,24 @@ class Constraints:
         self.used = True
         return self.compiler.submit(*request.params.grammar)
 
-    def refused(self, request: Request) -> RequestError | None:
-        """Wait for the request's grammar, for `timeout_s` at most; why it is refused, if it is."""
-        future = self.compile(request)
-        with suppress(TimeoutError, CancelledError):
-            future.exception(self.timeout_s)
-        found = outcome(request, future) if future.done() else self._too_slow(request)
-        return found if isinstance(found, RequestError) else None
+    def refused(self, request: Request, timeout_s: float | None = None) -> RequestError | None:
+        """Why the request's grammar is refused, if it is. Waits for it, `timeout_s` at most; None: as long as requests wait for theirs."""
+        end = time.monotonic() + (self.timeout_s if timeout_s is None else timeout_s)
+        while True:
+            future = self.compile(request)
+            wait([future], max(0.0, end - time.monotonic()))
+            if not future.cancelled() or self.compiler.closed:  # another request has abandoned it
+                found = outcome(request, future) if future.done() else self._too_slow(request)
+                return found if isinstance(found, RequestError) else None
 
     def _too_slow(self, request: Request) -> RequestError:
         return refusal(request, GrammarError(f"the grammar was not ready after {self.timeout_s:g} s", "grammar"))
 
     def compiled(self, clock: float, waiting_timeout: float | None) -> list[tuple[Compiling, Grammar | RequestError]]:
         """The requests that need not wait for their grammars any more: it is there, or is refused, or took too long."""
-        done = []
+        done, ready = [], {future for future in {one.grammar for one in self.waiting.values()} if future.done()}
         for rid, one in list(self.waiting.items()):
-            if one.grammar.done():
+            if one.grammar in ready:
                 found = outcome(one.request, one.grammar)
             elif clock - one.since > self.timeout_s:
                 found = self._too_slow(one.request)
@@ -172,9 +170,16 @@ class Constraints:
                                      status=503)
             else:
                 continue
-            del self.waiting[rid]
+            self.leave(rid)
             done.append((one, found))
         return done
+
+    def leave(self, rid: str) -> bool:
+        """The request does not wait any more. False if it did not."""
+        one = self.waiting.pop(rid, None)
+        if one is not None and all(other.grammar is not one.grammar for other in self.waiting.values()):
+            self.compiler.abandon(one.grammar)
+        return one is not None
 
     # ---- for a step
 
@@ -225,21 +230,19 @@ class Constraints:
         self.held.pop(rid, None)
 
     @staticmethod
-    def why_stuck(constraint: Constraint | None, request: Request, output_len: int, new: Sequence[int]) -> RequestError | None:
-        """What to say where no token was left to sample behind `new` ones, the last of the output; None if the grammar is not to blame."""
+    def stuck(constraint: Constraint | None, request: Request, output_len: int, new: Sequence[int]) -> tuple[str | None, RequestError | None]:
+        """(finish reason, error) where no token was left to sample behind `new` ones, the last of the output; (None, None) if the grammar is not to
+        blame. Where `min_tokens` holds back the end, and nothing else may come, the text ends."""
         if constraint is None:
-            return None
+            return None, None
         grammar, state = constraint.grammar, constraint.state
         for token in new:
             state = grammar.step(state, token)
         allowed, ends = np.flatnonzero(np.unpackbits(grammar.mask(state).view(np.uint8), bitorder="little")), grammar.vocab.end_ids
         if not allowed.size:
-            return refusal(request, GrammarError("no token of the model's vocabulary can go on from here", "grammar"))
+            return "error", refusal(request, GrammarError("no token of the model's vocabulary can go on from here", "grammar"))
         held_back = {*ends, *(request.params.stop_token_ids or ())} if output_len < request.params.min_tokens else set()
-        if held_back.issuperset(allowed.tolist()):
-            return RequestError(f"min_tokens is {request.params.min_tokens}, but after {output_len} tokens the grammar allows nothing but the end",
-                                "min_tokens")
-        return None
+        return ("stop" if held_back.issuperset(allowed.tolist()) else None), None
 
     def stats(self) -> dict:
         """Counts, once there was a request with a grammar."""

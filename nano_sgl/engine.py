@@ -47,6 +47,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import NoReturn
 
+import msgspec
 import numpy as np
 import torch
 
@@ -327,9 +328,13 @@ class Engine:
         request.verify(self.vocab_size, self.context_len)
         self.scheduler.validate(request)
 
-    def refused(self, request: Request) -> RequestError | None:
-        """Why the request's grammar is refused, if it is: waits until it is compiled. In any thread but the one that steps."""
-        return self.constraints.refused(request)
+    def compile(self, request: Request) -> Future | None:
+        """Have the request's grammar compiled, in the background; None if it has none. In any thread."""
+        return self.constraints.compile(request)
+
+    def refused(self, request: Request, timeout_s: float | None = None) -> RequestError | None:
+        """Why the request's grammar is refused, if it is. Waits for it, `timeout_s` at most, and then refuses it. In any thread but the one that steps."""
+        return self.constraints.refused(request, timeout_s)
 
     def add(self, request: Request) -> None:
         """Queue a request. RequestError where it cannot be served; nothing has changed then. One whose grammar is not there yet waits for it first,
@@ -347,9 +352,11 @@ class Engine:
         else:
             self.constraints.waiting[request.rid] = Compiling(request, seed, compiled, self.scheduler.clock())
 
-    def _queue(self, request: Request, seed: int, grammar: Grammar | None) -> None:
+    def _queue(self, request: Request, seed: int, grammar: Grammar | None, since: float | None = None) -> None:
         params, ids = request.params, request.prompt_ids
-        req, prompt_logprobs = self.scheduler.add(request, seed), None
+        req, prompt_logprobs = self.scheduler.add(request, seed, since), None
+        if grammar is not None and params.ignore_eos:  # the end of a grammar is an end all the same
+            params = msgspec.structs.replace(params, ignore_eos=False, stop_token_ids=None)
         if params.prompt_logprobs is not None:
             prompt_logprobs = [Logprob(ids[0], None)] if params.logprob_start_len == 0 else []
         self.streams[request.rid] = Stream(req, TextStream(self.tokenizer, params, self.end_ids, req.max_new), Chunk(rid=request.rid),
@@ -362,11 +369,11 @@ class Engine:
                 reason = "abort" if found.status == 503 else "error"
                 self._outbox.append(Chunk(rid=one.request.rid, finish_reason=reason, error=found.message, status=found.status, param=found.param))
             else:
-                self._queue(one.request, one.seed, found)
+                self._queue(one.request, one.seed, found, one.since)
 
     def abort(self, rid: str) -> bool:
         """End a request in any state; its last chunk says "abort". False where it is not alive (any more)."""
-        if self.constraints.waiting.pop(rid, None) is not None:
+        if self.constraints.leave(rid):
             self._outbox.append(Chunk(rid=rid, finish_reason="abort"))
             return True
         if self.scheduler.abort(rid) is None:
@@ -377,6 +384,11 @@ class Engine:
     @property
     def has_work(self) -> bool:
         return bool(self.scheduler.has_work or self.flights or self._outbox or self.constraints.waiting)
+
+    @property
+    def makes_tokens(self) -> bool:
+        """Whether there are requests beside those that wait for a grammar."""
+        return bool(self.scheduler.has_work or self.flights)
 
     @torch.inference_mode()
     def step(self) -> list[Chunk]:
@@ -510,7 +522,7 @@ class Engine:
                                       branch=guesses.branch() if params.penalised else None, guesses=guesses.next_of_chain() if rejects else None)
         targets = torch.zeros_like(tree.tokens)
         targets[guesses.row, guesses.node] = sampled.tokens
-        found = spec.verify(tree if walk is None else walk.tree(), targets)
+        found = spec.verify(tree, targets, walk and walk.guesses())
         taken, lens = nodes <= found.counts[:, None], found.counts + 1  # [S, N] bool, [S] i64
         if walk is not None:
             results.walked = walk.finish(*(part.gather(1, found.counts[:, None])[:, 0] for part in (found.tokens, found.order)))
@@ -615,11 +627,12 @@ class Engine:
                 if outcome is not None and kept:
                     self.speculation.learn(stream.record, outcome, new, kept, first=not req.output_ids)
                 if bad and not reason:
-                    reason, error = "error", self.constraints.why_stuck(stream.constraint, req.request, stream.text.count, new) or NOT_FINITE
-                    if error is NOT_FINITE:
+                    reason, error = self.constraints.stuck(stream.constraint, req.request, stream.text.count, new)
+                    if reason is None:
+                        reason, error = "error", NOT_FINITE
                         spoiled.append(req)
                 elif stream.constraint is not None and not reason:
-                    reason, error = self._follow(stream, state, missed, new)
+                    reason, error = self._follow(stream, state, missed)
             elif complete and req.max_new == 0:
                 reason = "length"
             if reason and reason != "gone":
@@ -666,11 +679,8 @@ class Engine:
         seconds = (lambda a, b: b - a) if self.device == "cpu" else (lambda a, b: a.elapsed_time(b) / 1000)
         return self.speculation.outcomes(results.judged, results.next, seconds(drafting, drafted), seconds(began, drafting))
 
-    def _follow(self, stream: Stream, state: int, missed: bool, new: list[int]) -> tuple[str | None, RequestError | None]:
+    def _follow(self, stream: Stream, state: int, missed: bool) -> tuple[str | None, RequestError | None]:
         """A request with a grammar has got new tokens, or none because a row was missing: (finish reason, error)."""
-        if state == DEAD:  # an end, although ends are ignored: nothing else may come
-            stream.text.stop_reason = new[-1]
-            return "stop", None
         error = self.constraints.learn(stream.req.rid, stream.constraint, state, missed)
         self.scheduler.hold(stream.req.rid, stream.req.rid in self.constraints.held)
         return ("error", refusal(stream.req.request, error)) if error is not None else (None, None)
@@ -742,7 +752,7 @@ class Engine:
         """Counts for the log line and the info routes. Tokens, requests; rates are the reader's to make."""
         s = self.scheduler
         guesses = {} if self.speculation is None else self.speculation.total.summary()
-        return {"running": len(s.running), "waiting": len(s.waiting), "kv_capacity": s.slots.capacity, "kv_free": s.slots.available,
+        return {"running": len(s.running), "waiting": len(s.waiting) + len(self.constraints.waiting), "kv_capacity": s.slots.capacity, "kv_free": s.slots.available,
                 "kv_cached": s.tree.evictable, "kv_locked": s.tree.protected, **vars(s.counters), **guesses, **self.constraints.stats()}
 
     def tree_view(self, max_nodes: int = 500, width: int = 60) -> dict:

@@ -26,8 +26,9 @@ place); others write theirs into the state.
 Ambiguity. Readings multiply, so what others cover is left out: of x{0,7} and x{0,8} over equal stacks the first, of two places in one repeat the
 one that has come further, of two conditions the narrower. A row follows each position once, with one stack for all ways to come there.
 
-Invariants. Every state has a completion over the bytes that tokens have. States, rows, maps and values never change and only grow, in one set of Tables for all grammars
-of a vocabulary, so that a batch of different grammars is one gather. What has the same top and was pushed at the same time is one stack.
+Invariants. Every state has a completion over the bytes that tokens have. States, rows, maps and values never change and only grow, in one set of
+Tables for all grammars of a vocabulary, so that a batch of different grammars is one gather. What has the same top and was pushed at the same time
+is one stack.
 
 Cost: a row that exists one list index; a new one 0.1 to 1 ms, 2 to 4 if a large template is new, too; hundreds if words of any length may be split
 anywhere, `(\\w{1,20} ?){1,9}`. Where it stops: tables are given back only all at once (`Shared.full`: compile begins new ones, the old grammars keep
@@ -48,11 +49,11 @@ import numpy as np
 
 from . import schema
 from .automaton import Automaton, NodeSet, Template, distinct
-from .nodes import NEVER, normalize
+from .nodes import COMPARED, DONE, NEVER, Stacks, normalize
 from .rules import Byte, Cat, GrammarError, Ref, Repeat, Rules, tick, time_limit
 from .vocab import Vocab
 
-MAX_READINGS = 1000             # configurations of one state, frames below one place
+MAX_READINGS = 1000             # configurations of one state
 MAX_FOLLOWED = 3000             # configurations followed for one row
 MAX_GRAMMAR_STATES = 50_000
 MAX_TABLE_BYTES = 256 << 20     # of a vocabulary's tables, templates not counted: then `Shared.full`
@@ -61,14 +62,12 @@ MAX_OVERRIDES = 4096            # of a row: one with more gets a map of its own
 MAX_FORCED = 1024               # bytes that `forced` looks ahead, and readings that it follows
 MAX_ROW_S = 3.0                 # of a row: who waits for one waits with all that share its tables
 DENSE = 768                     # tokens from which a template is worth a map
-COMPARED = 32                   # readings that are compared with each other, to leave out what others cover
 MAX_JOINT = 3                   # templates in one map
 INF = (1 << 31) - 1
 COUNT_SHIFT = 32                # a state is index | count << 32
 INDEX = (1 << COUNT_SHIFT) - 1
 REGISTER = -1                   # in place of a count: the number beside the state; -1 - k: k more than that
 MORE, KEEP, ADD_SHIFT = 1, 2, 2  # of a line's op: another line follows; the count is kept; what is added to it (or to 0)
-DONE = (-1, -1)                 # in place of a frame: the stack is empty
 
 
 class Row(NamedTuple):
@@ -224,9 +223,7 @@ class Grammar:
             raise GrammarError("the grammar matches nothing that the model's tokens can write", "grammar", rules.start)
         self._cut: dict[int, int] = {}                              # rule -> its node, cut into pieces
         self._first: dict[int, list[tuple[int, tuple[int, ...]]]] = {}
-        self._stacks: list[frozenset] = []                          # stack -> {(frame, stack below)}: a set, for ambiguity
-        self._stack_ids: dict[frozenset, int] = {}
-        self._covered: dict[tuple[int, int, int], bool] = {}
+        self._stacks = Stacks(self._nodes)
         self._follow: dict[int, int] = {}
         self._sets: list[tuple[bool, tuple]] = []                   # set -> (may end, configurations (q, stack, loop, count))
         self._set_ids: dict[tuple, int] = {}
@@ -239,8 +236,8 @@ class Grammar:
         self._state_ids: dict[tuple, int] = {}
         self._configs: dict[int, tuple] = {}                        # state -> its configurations
         self._masks: dict[int, np.ndarray] = {}
-        done = self._stack(frozenset((DONE,)))
-        self.start = self._pack(self._closure(self._push(self._nodes.cut(start), done)))
+        done = self._stacks.of(frozenset((DONE,)))
+        self.start = self._pack(self._closure(self._stacks.push(self._nodes.cut(start), done)))
 
     # ---- what a reader came for
 
@@ -340,62 +337,6 @@ class Grammar:
 
     # ---- stacks
 
-    def _stack(self, frames: frozenset) -> int:
-        found = self._stack_ids.get(frames)
-        if found is None:
-            needed = self._needed(frames) if len(frames) > 1 else frames
-            if len(needed) > MAX_READINGS:
-                raise GrammarError(f"the grammar is too ambiguous: more than {MAX_READINGS} ways to go on", "grammar")
-            found = self._stack_ids.get(needed)
-            if found is None:
-                found = self._stack_ids[needed] = len(self._stacks)
-                self._stacks.append(needed)
-            self._stack_ids[frames] = found
-        return found
-
-    def _needed(self, frames: frozenset) -> frozenset:
-        """The frames without those that others cover: what x{0,7} may match, x{0,8} matches, too."""
-        by_item: dict[int, list[tuple[int, int]]] = {}
-        for frame, below in frames:
-            by_item.setdefault(self._bounds(frame)[0], []).append((frame, below))
-        needed = []
-        for same in by_item.values():
-            kept: list[tuple[int, int]] = []
-            for one in sorted(same, key=lambda one: -self._bounds(one[0])[2]) if len(same) < COMPARED else same:
-                if len(same) >= COMPARED or not any(self._frame_covers(other, one, 4) for other in kept):
-                    kept.append(one)
-            needed += kept
-        return frozenset(needed) if len(needed) < len(frames) else frames
-
-    def _bounds(self, frame: int) -> tuple[int, int, float]:
-        """A frame as a repeat: (item, low, high)."""
-        kind, *parts = self._nodes.keys[frame] if frame >= 0 else ("done",)
-        return (parts[0], parts[1], INF if parts[2] is None else parts[2]) if kind == "rep" else (frame, 1, 1)
-
-    def _frame_covers(self, one: tuple[int, int], other: tuple[int, int], depth: int) -> bool:
-        if one[0] != other[0]:
-            item, low, high = self._bounds(one[0])
-            item_2, low_2, high_2 = self._bounds(other[0])
-            if item != item_2 or low > low_2 or high < high_2:
-                return False
-        return self._covers(one[1], other[1], depth - 1)
-
-    def _covers(self, one: int, other: int, depth: int = 4) -> bool:
-        """Whether a stack allows all that another does; never wrongly true."""
-        if one == other:
-            return True
-        ours, theirs = self._stacks[one], self._stacks[other]
-        if not depth or len(ours) * len(theirs) > COMPARED:
-            return False
-        key = one, other, depth
-        found = self._covered.get(key)
-        if found is None:
-            found = self._covered[key] = all(any(self._frame_covers(mine, frame, depth) for mine in ours) for frame in theirs)
-        return found
-
-    def _push(self, frame: int, stack: int) -> int:
-        return self._stack(frozenset(((frame, stack),)))
-
     def _firsts(self, node: int) -> list[tuple[int, tuple[int, ...]]]:
         """(leaf, frames that lie below it, the lowest first) for each leaf that the node may begin with. Without recursion: chains are long."""
         work = [node]
@@ -445,23 +386,23 @@ class Grammar:
         found = self._follow.get(stack)
         if found is not None:
             return found
-        seen, work = set(), set(self._stacks[stack])
+        seen, work = set(), set(self._stacks.frames[stack])
         below: dict[int, set] = {}                  # frame -> what lies below it, one stack for all ways to come here, or they would multiply
         while work:
             item = work.pop()
             seen.add(item)
             if item != DONE:
                 frame, rest = item
-                below.setdefault(frame, set()).update(self._stacks[rest])
+                below.setdefault(frame, set()).update(self._stacks.frames[rest])
                 if self._nodes.nullable[frame]:
-                    work |= self._stacks[rest] - seen
+                    work |= self._stacks.frames[rest] - seen
         configs = []
         for frame, rest in below.items():
-            base = self._stack(frozenset(rest))
+            base = self._stacks.of(frozenset(rest))
             for leaf, frames in self._firsts(frame):
                 top = base
                 for pushed in frames:
-                    top = self._push(pushed, top)
+                    top = self._stacks.push(pushed, top)
                 configs.append(self._begin(leaf, top))
         self._follow[stack] = found = self._set(DONE in seen, configs)
         return found
@@ -484,7 +425,7 @@ class Grammar:
         for q, stack, loop, count in configs:
             other = merged.setdefault((q, loop, count), stack)
             if other != stack:
-                merged[q, loop, count] = self._stack(self._stacks[other] | self._stacks[stack])
+                merged[q, loop, count] = self._stacks.of(self._stacks.frames[other] | self._stacks.frames[stack])
         if len(merged) > 1 and any(key[1] for key in merged):
             merged = self._uncovered(merged)
         key = may_end, frozenset((q, stack, loop, count) for (q, loop, count), stack in merged.items())
@@ -504,7 +445,7 @@ class Grammar:
         for (q, loop, count), stack in sorted(merged.items()):
             if loop and count >= 0:
                 before = enough.setdefault((q, loop), [])
-                if any(self._covers(other, stack) for other in before):
+                if any(self._stacks.covers(other, stack) for other in before):
                     continue
                 if count >= self._loops[loop][1] and len(before) < COMPARED:
                     before.append(stack)
@@ -672,7 +613,7 @@ class _RowBuilder:
             wave, self.pending = self.pending, {}
             for (q, loop, count), sources in wave.items():
                 for stack, starts, xs in self._fresh((q, loop, count), sources):
-                    self.followed += 1 + len(self.grammar._stacks[stack]) // 4
+                    self.followed += 1 + len(self.grammar._stacks.frames[stack]) // 4
                     if self.followed > MAX_FOLLOWED:
                         raise GrammarError(f"the grammar is too ambiguous: more than {MAX_FOLLOWED} readings of the tokens after a text", "grammar")
                     self._follow((q, stack, loop, count), starts, xs)
@@ -684,12 +625,12 @@ class _RowBuilder:
         self.begun += sum(starts.nodes.size + 100 for _, starts, _ in sources)
         many = self.begun > self.tables.vocab.byte.size
         if len(sources) > 1:
-            stacks: dict[tuple[int, int], list] = {}
+            known, stacks = self.grammar._stacks, {}
             for stack, starts, xs in sources:
                 stacks.setdefault((id(starts), id(xs)), [starts, xs, set()])[2].add(stack)
             places: dict[int, list] = {}
             for starts, xs, some in stacks.values():
-                stack = some.pop() if len(some) == 1 else self.grammar._stack(frozenset().union(*map(self.grammar._stacks.__getitem__, some)))
+                stack = some.pop() if len(some) == 1 else known.of(frozenset().union(*map(known.frames.__getitem__, some)))
                 places.setdefault(stack, []).append((starts, xs))
             sources = [(stack, *self._merge(found)) for stack, found in places.items()]
         elif many and sources[0][1].nodes.size > 64:
@@ -702,7 +643,7 @@ class _RowBuilder:
 
     def _left(self, stack: int, starts: NodeSet, xs: np.ndarray | None, done: list) -> tuple[int, NodeSet, np.ndarray | None]:
         """The positions that were not followed before with a stack, and a condition, that allow as much; all of them if that is most."""
-        before = [(other.nodes, more) for below, other, more in done[-COMPARED:] if self.grammar._covers(below, stack)]
+        before = [(other.nodes, more) for below, other, more in done[-COMPARED:] if self.grammar._stacks.covers(below, stack)]
         if not before:
             return stack, starts, xs
         width = 2 + max(int(more.max()) if more is not None else 0 for _, more in [*before, (None, xs)])

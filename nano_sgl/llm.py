@@ -30,6 +30,7 @@ import threading
 import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import fields
 
 from tqdm import tqdm
@@ -41,6 +42,8 @@ from .protocol import Chunk, Output, Request, RequestError, SamplingParams, conv
 from .radix import draw
 
 log = logging.getLogger("nano_sgl")
+
+POLL_S = 0.002      # an event loop looks so often whether its grammars are there
 
 Prompt = str | Sequence[int]
 Params = SamplingParams | dict | None
@@ -78,7 +81,7 @@ class LLM:
         """
         single = _is_single(prompts)
         requests = self._requests([prompts] if single else prompts, params, cache_salt, priority, routing_key, stream=False)
-        self._compile(requests)
+        _grammars = self._compile(requests)  # held while they may be needed
         outputs = self._collect(requests, progress if progress is not None else None if len(requests) > 1 else False)
         return outputs[0] if single and len(outputs) == 1 else outputs
 
@@ -93,7 +96,7 @@ class LLM:
         has a finish_reason. Closing the iterator aborts the request."""
         inbox: queue.SimpleQueue = queue.SimpleQueue()
         requests = self._requests([self._encode(prompt)], params, stream=True, **options)
-        self._compile(requests)
+        _grammars = self._compile(requests)
         self._loop.submit(requests, inbox.put)
         try:
             yield from self._pieces(requests, inbox.get)
@@ -104,7 +107,7 @@ class LLM:
         """`generate` for an event loop; cancelling the task aborts its requests."""
         single = _is_single(prompts)
         requests = self._requests([prompts] if single else prompts, params, stream=False, **options)
-        await self._compile_async(requests)
+        _grammars = await self._compile_async(requests)
         inbox = self._submit_async(requests)
         try:
             chunks = [await self._next(inbox) for _ in requests]
@@ -122,7 +125,7 @@ class LLM:
     async def astream(self, prompt: Prompt | Sequence[dict], params: Params = None, **options) -> AsyncIterator[Output]:
         """`stream` for an event loop."""
         requests = self._requests([self._encode(prompt)], params, stream=True, **options)
-        await self._compile_async(requests)
+        _grammars = await self._compile_async(requests)
         inbox, open_requests = self._submit_async(requests), {r.rid: r for r in requests}
         try:
             while open_requests:
@@ -185,15 +188,23 @@ class LLM:
                     self.engine.validate(requests[-1])
         return requests
 
-    def _compile(self, requests: list[Request]) -> None:
-        """Wait for the grammars of a call, so that one which is refused is refused before anything has started."""
-        for request in requests:
-            if request.index == 0 and request.params.grammar is not None and (error := self.engine.refused(request)) is not None:
-                raise error
+    def _grammars(self, requests: list[Request]) -> list[Future]:
+        """Have the grammars of a call compiled, all at once. What holds them keeps them for `add`, whatever the cache does."""
+        return [future for request in requests if request.index == 0 and (future := self.engine.compile(request)) is not None]
 
-    async def _compile_async(self, requests: list[Request]) -> None:
-        if any(request.params.grammar is not None for request in requests):
-            await asyncio.to_thread(self._compile, requests)
+    def _compile(self, requests: list[Request], timeout_s: float | None = None) -> list[Future]:
+        """Wait for the grammars of a call, so that one which is refused is refused before anything has started; see `_grammars`."""
+        grammars = self._grammars(requests)
+        for request in requests:
+            if request.index == 0 and request.params.grammar is not None and (error := self.engine.refused(request, timeout_s)) is not None:
+                raise error
+        return grammars
+
+    async def _compile_async(self, requests: list[Request]) -> list[Future]:
+        grammars, end = self._grammars(requests), time.monotonic() + self.engine.config.grammar_compile_timeout
+        while not all(grammar.done() for grammar in grammars) and time.monotonic() < end:
+            await asyncio.sleep(POLL_S)
+        return self._compile(requests, 0.0)
 
     def _submit_async(self, requests: list[Request]) -> asyncio.Queue:
         inbox, loop = asyncio.Queue(), asyncio.get_running_loop()

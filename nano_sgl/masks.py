@@ -46,6 +46,7 @@ COUNT_SHIFT = 32
 INDEX = (1 << COUNT_SHIFT) - 1
 MORE, KEEP, ADD_SHIFT = 1, 2, 2     # of a line's op, as in grammar.py
 MASK_BLOCK = 1024                   # tokens of a program of the Triton kernel
+VARYING = ("longest", "last", "num_ends", "n", "nodes")  # numbers that serving changes: none of their values is worth a kernel of its own
 ROOM = 1024                         # of a tensor that grows, at first
 TWIN_AT_ONCE = 2**22                # tokens of a block of rows in the torch twin, whose scratch is 16 bytes each
 
@@ -90,7 +91,8 @@ class DeviceTables:
         self._lines = grow(torch.int32, 4)                                  # [L, 4] int32: min, max, next, op
         self._states = grow(torch.int32, 5, fill=-1)                        # [S, 5] int32: map, vec, over, end, accept_from
         self._shapes, self._firsts, self._others = grow(torch.int32, 3), grow(torch.int32), grow(torch.int32)   # of maps, for C++: see cpu/mask.h
-        self._ends = torch.tensor(tables.vocab.end_ids, dtype=torch.int64, device=self.device)
+        ends = torch.tensor(tables.vocab.end_ids, dtype=torch.int64, pin_memory=self.device.type == "cuda")
+        self._ends = ends.to(self.device, non_blocking=True)
         self._built = 0             # rows that are here
         self._longest = 1           # lines of a value, at most
         self._widest = 0            # overrides of a row, at most
@@ -130,21 +132,21 @@ class DeviceTables:
             mine.append(part.view(-1, *mine.data.shape[1:]))
         self._states.reserve(int(rows.max()) + 2)
         self._states.data.index_copy_(0, which.long(), entries_there.view(-1, 5))
-        self._built = built
         self._classes = max([self._classes, *(int(classes.max()) + 1 for classes in maps)])
         self._widest = max(self._widest, int((entries[:, 3] - entries[:, 2]).max()))
         if len(news[3]):
             last = np.flatnonzero(news[3][:, 3] & MORE == 0)                # of each value
             self._longest = max(self._longest, int(np.diff(last, prepend=-1).max()))
         if self._on_cpu:
-            self._list_classes(maps, tables.class_sizes)
+            self._list_classes(tables)
             self._locate()
+        self._built = built         # last: what an exception has interrupted is done again
         return buffer.nbytes
 
-    def _list_classes(self, maps: list[np.ndarray], class_sizes: list[np.ndarray]) -> None:
+    def _list_classes(self, tables: Any) -> None:
         """The tokens of the classes of new maps, but the largest of each."""
-        for classes in maps:
-            sizes = class_sizes[self._shapes.size].copy()
+        for classes, sizes in zip(tables.maps[self._shapes.size : self._maps.size], tables.class_sizes[self._shapes.size :]):
+            sizes = sizes.copy()
             largest = int(sizes.argmax())
             tokens = np.flatnonzero(classes != largest)
             tokens = tokens[np.argsort(classes[tokens], kind="stable")]
@@ -316,7 +318,7 @@ def _first_kernel(over_token, low, end, token, go):
     return low
 
 
-@jit
+@jit(do_not_specialize=VARYING)
 def _mask_kernel(logits, rows, states, ends, maps, vec, over_token, over_value, lines, entries, map_stride, last, longest, width, num_ends,
                  BLOCK: tl.constexpr):
     """One program per row and block of tokens. Overrides lie scattered among a row's tokens: each token looks for itself among those of its block,
@@ -369,7 +371,7 @@ def _step_kernel(state, token, go, maps, vec, over_token, over_value, lines, ent
     return tl.where(line > 0, to.to(tl.int64) | after.to(tl.int64) << 32, -1)
 
 
-@jit
+@jit(do_not_specialize=VARYING)
 def _advance_kernel(states, tokens, out, maps, vec, over_token, over_value, lines, entries, map_stride, last, longest, size, n,
                     BLOCK: tl.constexpr):
     """One program per block of states."""
@@ -379,7 +381,7 @@ def _advance_kernel(states, tokens, out, maps, vec, over_token, over_value, line
     tl.store(out + i, after, i < n)
 
 
-@jit
+@jit(do_not_specialize=VARYING)
 def _walk_kernel(roots, tokens, parents, out, maps, vec, over_token, over_value, lines, entries, map_stride, last, longest, size, nodes,
                  BLOCK: tl.constexpr):
     """One program per tree, level by level: as often as it is deep, all nodes at once whose parents are known."""
@@ -404,19 +406,16 @@ _TYPES |= dict.fromkeys(("vec", "over_token", "over_value", "lines", "entries"),
 
 
 def compile_all(target: str) -> dict:
-    """This module's kernels compiled for a target of kernels.TARGETS, by name, as their first launches would; see kernels.compile_ahead. A number
-    that is 1 makes another kernel of each."""
+    """This module's kernels compiled for a target of kernels.TARGETS, by name, as their first launches would; see kernels.compile_ahead."""
     done = {}
     for name, kernel, constants, warps in (
             ("mask", _mask_kernel, {"BLOCK": MASK_BLOCK}, 8), ("mask all rows", _mask_kernel, {"rows": None, "BLOCK": MASK_BLOCK}, 8),
             ("advance", _advance_kernel, {"BLOCK": 128}, 4), ("walk 64", _walk_kernel, {"BLOCK": 64}, 1),
             ("walk 128", _walk_kernel, {"BLOCK": 128}, 4)):
-        for ones in ((), ("longest", "num_ends"), ("longest", "n", "nodes")):
-            constants = constants | {one: 1 for one in ones if one in kernel.arg_names}
-            types = {arg: "constexpr" if arg in constants else _TYPES.get(arg, "i32") for arg in kernel.arg_names}
-            aligned = {(i,): [["tt.divisibility", 16]] for i, (arg, kind) in enumerate(types.items()) if kind[0] == "*" or arg == "map_stride"}
-            done[f"{name} {' '.join(ones)}"] = triton.compile(kernels.ASTSource(kernel, types, constants, aligned), options={"num_warps": warps},
-                                                              target=kernels.GPUTarget(*kernels.TARGETS[target]))
+        types = {arg: "constexpr" if arg in constants else _TYPES.get(arg, "i32") for arg in kernel.arg_names}
+        aligned = {(i,): [["tt.divisibility", 16]] for i, (arg, kind) in enumerate(types.items()) if kind[0] == "*" or arg == "map_stride"}
+        done[name] = triton.compile(kernels.ASTSource(kernel, types, constants, aligned), options={"num_warps": warps},
+                                    target=kernels.GPUTarget(*kernels.TARGETS[target]))
     return done
 
 

@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import operator
 from collections.abc import Callable, Iterable
 
 from .rules import MAX_COUNT, Byte, Cat, Expr, GrammarError, Or, Ref, Repeat, Rules, tick
@@ -42,6 +43,9 @@ CHUNK = 256                     # parts of one Cat: longer ones become trees, so
 RUN = 8                         # equal parts in a row from which they become a repeat
 NARROW = 24                     # bytes: a loop over no more is cheap, as are few repeats of it
 UNROLLED = 8
+MAX_FRAMES = 1000               # of one stack
+COMPARED = 32                   # readings that are compared with each other, to leave out what others cover
+DONE = (-1, -1)                 # in place of a frame: the stack is empty
 LIGHT, TAIL, STACKED = 0, 1, 2  # shapes: no wide loop; one, at the end; more than one piece
 
 
@@ -96,7 +100,6 @@ class Nodes:
         return self._intern(("counted", item, low, high), False, True)
 
     def cat(self, parts: Iterable[int]) -> int:
-        tick()
         parts = [part for part in parts if part != EMPTY]
         if len(parts) < 2:
             return parts[0] if parts else EMPTY
@@ -115,7 +118,6 @@ class Nodes:
 
     def alt(self, parts: Iterable[int]) -> int:
         mask, others = 0, set()
-        tick()
         for part in parts:
             for p in self.keys[part][1:] if self.keys[part][0] == "or" else (part,):
                 if self.keys[p][0] == "byte":
@@ -321,6 +323,72 @@ class Nodes:
         return self.rep(self.cut(item), low, high)
 
 
+class Stacks:
+    """Interned stacks of one grammar: `frames[stack]` is a set of (frame, stack below), several where a text can be read in several ways. A frame is
+    a node that is still to come. What others cover is left out: what x{0,7} matches, x{0,8} matches, too."""
+
+    def __init__(self, nodes: Nodes):
+        self.nodes = nodes
+        self.frames: list[frozenset[tuple[int, int]]] = []
+        self._ids: dict[frozenset, int] = {}
+        self._covered: dict[tuple[int, int, int], bool] = {}
+
+    def of(self, frames: frozenset) -> int:
+        """The stack that allows what any of the frames does. Raises GrammarError."""
+        found = self._ids.get(frames)
+        if found is None:
+            needed = self._needed(frames) if len(frames) > 1 else frames
+            if len(needed) > MAX_FRAMES:
+                raise GrammarError(f"the grammar is too ambiguous: more than {MAX_FRAMES} ways to go on", "grammar")
+            found = self._ids.get(needed)
+            if found is None:
+                found = self._ids[needed] = len(self.frames)
+                self.frames.append(needed)
+            self._ids[frames] = found
+        return found
+
+    def push(self, frame: int, stack: int) -> int:
+        """The stack with one frame more."""
+        return self.of(frozenset(((frame, stack),)))
+
+    def covers(self, one: int, other: int, depth: int = 4) -> bool:
+        """Whether a stack allows all that another does; never wrongly true. So many frames deep they may differ."""
+        if one == other:
+            return True
+        ours, theirs = self.frames[one], self.frames[other]
+        if not depth or len(ours) * len(theirs) > COMPARED:
+            return False
+        key = one, other, depth
+        found = self._covered.get(key)
+        if found is None:
+            found = self._covered[key] = all(any(self._frame_covers(mine, frame, depth) for mine in ours) for frame in theirs)
+        return found
+
+    def _frame_covers(self, one: tuple[int, int], other: tuple[int, int], depth: int) -> bool:
+        if one[0] != other[0]:
+            (item, low, high), (item_2, low_2, high_2) = self._bounds(one[0]), self._bounds(other[0])
+            if item != item_2 or low > low_2 or high < high_2:
+                return False
+        return self.covers(one[1], other[1], depth - 1)
+
+    def _bounds(self, frame: int) -> tuple[int, int, float]:
+        item, low, high = self.nodes.bounds(frame) if frame != DONE[0] else (*DONE, None)
+        return item, low, float("inf") if high is None else high
+
+    def _needed(self, frames: frozenset) -> frozenset:
+        by_item: dict[int, list[tuple[int, int]]] = {}
+        for one in frames:
+            by_item.setdefault(self._bounds(one[0])[0], []).append(one)
+        needed = []
+        for same in by_item.values():
+            kept: list[tuple[int, int]] = []
+            for one in sorted(same, key=lambda one: -self._bounds(one[0])[2]):
+                if len(same) > COMPARED or not any(self._frame_covers(other, one, 4) for other in kept):
+                    kept.append(one)
+            needed += kept
+        return frozenset(needed) if len(needed) < len(frames) else frames
+
+
 def split_bytes(arcs: Iterable[tuple[int, int]]) -> list[tuple[int, set[int]]]:
     """Arcs (mask, node) -> disjoint masks, each with all nodes that its bytes lead to."""
     by_mask: dict[int, set[int]] = {}
@@ -390,10 +458,12 @@ class _Normalizer:
 
     def _runs(self, parts: list[int]) -> list[int]:
         """Parts of a Cat, many equal ones as a repeat: x{a,b} x{c,d} is x{a+c,b+d}."""
-        if len(parts) < 2:
+        keys = self.nodes.keys
+        items = [keys[part][1] if keys[part][0] == "rep" else part for part in parts]
+        if not any(map(operator.eq, items, items[1:])):
             return parts
         found: list[int] = []
-        for item, run in itertools.groupby((self.nodes.bounds(part) for part in parts), key=lambda bounds: bounds[0]):
+        for item, run in itertools.groupby(map(self.nodes.bounds, parts), key=lambda bounds: bounds[0]):
             _, lows, highs = zip(*run)
             low, high = sum(lows), None if None in highs else sum(highs)
             many = len(lows) >= RUN or len(lows) > 1 and (high is None or self.nodes.nullable[item] or not low)

@@ -447,7 +447,7 @@ class Child:
         made for nothing else, from a prompt of one token in a namespace that no client can name."""
         self.probes.append(number)
         self.tokens_before = self.engine.stats()["output_tokens"]
-        if not self.engine.has_work:
+        if not self.engine.makes_tokens:
             params = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)
             self.engine.add(Request(rid=PROBE, prompt_ids=[0], params=params, namespace="\0\0" + PROBE, priority=INT_MAX))
             self.alive.add(PROBE)
@@ -460,7 +460,7 @@ class Child:
         if healthy or any(chunk.finish_reason == "error" for chunk in own):
             out += [Reply(number, healthy or None) for number in self.probes]
             self.probes = []
-        elif self.probes and not self.engine.has_work:
+        elif self.probes and not self.engine.makes_tokens:
             self.probe(self.probes.pop())  # all that it waited for was aborted
         return out
 

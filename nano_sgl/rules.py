@@ -29,6 +29,7 @@ from RE2 (Cox 2010), found here by dividing by 64.
 
 from __future__ import annotations
 
+import itertools
 import re
 import threading
 import time
@@ -102,16 +103,15 @@ class GrammarError(ValueError):
 
 class Clock(threading.local):
     """How long this thread may still compile, and the lock that it lets go of now and then."""
-    deadline, lock = float("inf"), None
-    ticks, yielded = 0, 0.0
+    deadline, lock, yielded = float("inf"), None, 0.0
 
 
-CLOCK = Clock()
+CLOCK, TICKS = Clock(), itertools.count()
 
 
 @contextmanager
 def time_limit(deadline: float | None, lock: threading.RLock | None = None) -> Iterator[None]:
-    """Within, `tick` raises GrammarError after `deadline` (time.monotonic; None: never), and lets others have the lock, which this thread holds once."""
+    """Within, `tick` raises GrammarError after `deadline` (time.monotonic; None: never) and lets others have `lock`, which this thread holds once."""
     before = CLOCK.deadline, CLOCK.lock
     CLOCK.deadline, CLOCK.lock = min(before[0], float("inf") if deadline is None else deadline), lock
     try:
@@ -122,8 +122,7 @@ def time_limit(deadline: float | None, lock: threading.RLock | None = None) -> I
 
 def tick() -> None:
     """A step of something that may be long. Called where nothing is half done."""
-    CLOCK.ticks += 1
-    if CLOCK.ticks & 255:
+    if next(TICKS) & 255:
         return
     now = time.monotonic()
     if now > CLOCK.deadline:

@@ -258,8 +258,8 @@ class Scheduler:
             raise RequestError(f"the prompt has {n} tokens; at most {limit - (wanted != 0)} fit "
                                f"(context and KV pool hold {limit} tokens, prompt and output together)", "prompt")
 
-    def add(self, request: Request, seed: int = 0) -> Req:
-        """Queue a request with the seed of its noise; its max_tokens is cut to what fits behind the prompt.
+    def add(self, request: Request, seed: int = 0, since: float | None = None) -> Req:
+        """Queue a request with the seed of its noise, which waits `since` then; its max_tokens is cut to what fits behind the prompt.
 
         RequestError as `validate`, or where the id is in use.
         """
@@ -268,7 +268,7 @@ class Scheduler:
             raise RequestError(f"request id {request.rid!r} is already in use", "rid")
         room, wanted = self.max_total_len - len(request.prompt_ids), request.params.max_tokens
         req = Req(request, room if wanted is None else min(wanted, room), self._arrivals, seed)
-        req.queued_at, req.queued_tokens = self.clock(), self.counters.computed_tokens
+        req.queued_at, req.queued_tokens = self.clock() if since is None else since, self.counters.computed_tokens
         self._arrivals += 1
         self._events += 1
         self._enqueue(req)

@@ -193,11 +193,12 @@ class Verified(NamedTuple):
     tokens: Tensor
 
 
-def verify(tree: DraftTree, targets: Tensor) -> Verified:
-    """Follow, from the root, the child that equals what was sampled at its parent. targets [B, N] int64, one sample a node. A drafter that breaks
-    the rules (equal siblings, children before parents) harms its guesses, not the text."""
+def verify(tree: DraftTree, targets: Tensor, guesses: Tensor | None = None) -> Verified:
+    """Follow, from the root, the child that equals what was sampled at its parent. targets [B, N] int64, one sample a node; guesses [B, N] int64: the
+    tree's tokens, or -1 for those that cannot be right. A drafter that breaks the rules (equal siblings, children before parents) harms its guesses,
+    not the text."""
     nodes = torch.arange(tree.tokens.shape[1], device=targets.device)
-    right = (tree.tokens == targets.gather(1, tree.parents)) | (nodes == 0)                                              # [B, N]
+    right = ((tree.tokens if guesses is None else guesses) == targets.gather(1, tree.parents)) | (nodes == 0)                                              # [B, N]
     taken = (right[:, None, :] | ~tree.members).all(-1)  # padding, as deep as the root, comes after it
     last = torch.where(taken, tree.depth, -1).argmax(1)                                                                  # [B]
     on_path = tree.members[torch.arange(len(last), device=last.device), last]                                            # [B, N]

@@ -48,8 +48,9 @@ class Vocab:
     `size` V, ids are 0..V-1; `tokens[id]` its bytes, None if it is no text; `end_ids` the ids that may end a text, sorted. `order` int32: the ids of
     the tokens that are text, sorted by their bytes. The tree's columns, int32 [nodes]: `child0`, `kids` the children's range of nodes; `first`,
     `end` the range of `order` at and below the node, `own` how many of them are the node itself; `parent`; `byte` uint8, the last byte.
-    `levels`: where each depth's nodes begin; `by_byte` int32 the nodes sorted by byte, those of byte b from `byte_starts[b]`; `node_of` int32 [V] the node of each token, the number of nodes for what is no text. Nothing
-    changes after construction. `lists` (child0, kids, first, end) and `byte_string` are for walks of a few steps, which arrays are slow at.
+    `levels`: where each depth's nodes begin; `by_byte` int32 the nodes sorted by byte, those of byte b from `byte_starts[b]`; `node_of` int32 [V] the
+    node of each token, the number of nodes for what is no text; `alphabet` the bytes that tokens have, as a mask. Nothing changes after
+    construction. `lists` (child0, kids, first, end) and `byte_string` are for walks of a few steps, which arrays are slow at.
     """
 
     def __init__(self, tokens: Sequence[bytes | None], end_ids: Iterable[int] = ()):

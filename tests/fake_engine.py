@@ -107,6 +107,10 @@ class FakeEngine:
     def has_work(self) -> bool:
         return bool(self.scripts or self.outbox)
 
+    @property
+    def makes_tokens(self) -> bool:
+        return bool(self.scripts)
+
     def waiting(self) -> list[str]:
         return [rid for rid, s in self.scripts.items() if "WAIT" in s.prompt and len(self.scripts) > 1]
 

@@ -229,15 +229,32 @@ def test_long_texts_are_fewer(make, monkeypatch):
     assert c.stats()["grammar_cached"] == 0
 
 
-def test_without_a_cache_what_is_in_flight_is_shared(make, gate):
+def test_without_a_cache_what_is_in_flight_or_in_use_is_shared(make, gate):
     c = make(max_cached=0)
     first = c.submit("regex", "stop")
     gate.wait()
     assert c.submit("regex", "stop") is first
     gate.open.set()
-    first.result(10)
-    again = c.submit("regex", "stop")
-    assert again is not first and again.result(10) is not first.result() and c.stats()["grammar_cached"] == 0
+    in_use = first.result(10)
+    del first
+    assert c.submit("regex", "stop").result(10) is in_use and c.stats()["grammar_cached"] == 0
+    before, in_use = c.stats()["grammar_compiled"], None
+    gc.collect()
+    c.submit("regex", "stop").result(10)
+    assert c.stats()["grammar_compiled"] == before + 1
+
+
+def test_what_nobody_wants_any_more_is_not_compiled(make, gate):
+    c = make(threads=1)
+    running = c.submit("regex", "stop")
+    gate.wait()
+    queued = c.submit("regex", "ab")
+    c.abandon(queued)
+    c.abandon(running)
+    again = c.submit("regex", "ab")
+    gate.open.set()
+    assert queued.cancelled() and again is not queued and again.result(10).start >= 0 and running.result(10)
+    assert c.stats()["grammar_compiled"] <= 2 + 2  # and what warms up
 
 
 def test_tables_that_were_replaced_are_given_back(make, vocab):
