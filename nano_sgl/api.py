@@ -247,9 +247,10 @@ def format_fields(wanted: dict[str, Any] | None, sampling: dict) -> dict[str, An
     if kind == "text":
         return {}
     for other in GRAMMAR_FIELDS:
-        if sampling.get(other) and other != "json_object":
+        if other != "json_object" and sampling.get(other, "") != "":
             raise RequestError(f"{name} and {other} are both given, and an output has one grammar: leave one of them out", name)
-    sampling.pop("json_object", None)
+    if isinstance(sampling.get("json_object"), bool):
+        del sampling["json_object"]
     return {"json_object": True}
 
 

@@ -163,8 +163,7 @@ def test_F121_a_complete_text_ends(demo, api_case):
     assert text in ("yes", "no") and reason == "stop"
     assert parts(demo.case(case, ignore_eos=True)) == parts(demo.case(case, regex="", choice=["yes", "no"])) == [(text, "stop")]
     assert "".join(demo.texts(COMPLETIONS, **expand(case["request"]["body"]))) == text
-    error = refused(demo.case(case, min_tokens=20))
-    assert error["param"] == "min_tokens" and "grammar" in error["message"]
+    assert parts(demo.case(case, min_tokens=20)) == [(text, "stop")]
     assert parts(demo.case(case, min_tokens=2, regex="(yes|no) *\\.", max_tokens=9))[0][1] == "stop"
     demo.alive()
 
@@ -213,12 +212,6 @@ def check_broken(answer: httpx.Response) -> dict:
     """The error at the end of a stream that had begun; nothing in it looks finished."""
     assert answer.status_code == 200 and "[DONE]" not in answer.text and '"finish_reason":"' not in answer.text
     return json.loads(answer.text.rstrip().rpartition("data: ")[2])["error"]
-
-
-def test_an_error_in_the_middle_of_a_stream_is_an_event(demo, api_case):
-    body = {**expand(api_case("F121")["request"]["body"]), "min_tokens": 20, "stream": True}
-    error = check_broken(demo.post(COMPLETIONS, **body))
-    assert error["param"] == "min_tokens" and error["code"] == 400 and error["type"] == "invalid_request_error"
 
 
 # ------------------------------------------------------------------------------------------------------------------ what comes out
