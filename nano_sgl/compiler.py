@@ -85,8 +85,8 @@ class Compiler:
         self._shut = weakref.finalize(self, self._todo.close)       # closed, collected or at exit: once
 
     def submit(self, kind: str, text) -> Future[Grammar]:
-        """The grammar to come, or the GrammarError that it is refused with; any other exception is our fault. Equal requests share it, so who does not
-        know of all of them does not cancel it. After `close` it is. A text that is no str must not change any more."""
+        """The grammar to come, or the GrammarError that it is refused with; any other exception is our fault. Equal requests share it; after
+        `close` it is cancelled. A text that is no str must not change any more."""
         key, chars = _key(kind, text)
         with self._lock:
             shared = self._in_use()

@@ -333,7 +333,8 @@ class Engine:
         return self.constraints.compile(request)
 
     def refused(self, request: Request, timeout_s: float | None = None) -> RequestError | None:
-        """Why the request's grammar is refused, if it is. Waits for it, `timeout_s` at most, and then refuses it. In any thread but the one that steps."""
+        """Why the request's grammar is refused, if it is. Waits for it, `timeout_s` at most, and then refuses it. In any thread but the one that
+        steps."""
         return self.constraints.refused(request, timeout_s)
 
     def add(self, request: Request) -> None:
@@ -752,7 +753,8 @@ class Engine:
         """Counts for the log line and the info routes. Tokens, requests; rates are the reader's to make."""
         s = self.scheduler
         guesses = {} if self.speculation is None else self.speculation.total.summary()
-        return {"running": len(s.running), "waiting": len(s.waiting) + len(self.constraints.waiting), "kv_capacity": s.slots.capacity, "kv_free": s.slots.available,
+        waiting = len(s.waiting) + len(self.constraints.waiting)
+        return {"running": len(s.running), "waiting": waiting, "kv_capacity": s.slots.capacity, "kv_free": s.slots.available,
                 "kv_cached": s.tree.evictable, "kv_locked": s.tree.protected, **vars(s.counters), **guesses, **self.constraints.stats()}
 
     def tree_view(self, max_nodes: int = 500, width: int = 60) -> dict:

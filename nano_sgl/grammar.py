@@ -303,7 +303,7 @@ class Grammar:
         with self.shared.lock:
             now, text, readings = self._unpack(state), bytearray(), 0
             while len(text) < MAX_FORCED and readings < 4 * MAX_FORCED and not self._may_end(now):
-                readings += len(self._sets[now][1])
+                readings += sum(len(self._automaton.members[config[0]]) for config in self._sets[now][1])
                 mask = self._alive(now)
                 if mask.bit_count() != 1:
                     break
@@ -779,13 +779,14 @@ class _RowBuilder:
         order = np.argsort(tokens, kind="stable")
         order = order[values[order] != 0]
         tokens, values = tokens[order], values[order]
-        starts = np.flatnonzero(np.concatenate([[True], tokens[1:] != tokens[:-1]])) if tokens.size else np.zeros(0, np.int64)
-        sizes = np.diff(np.append(starts, tokens.size))
-        joined = values[starts]
-        for rank in range(1, int(sizes.max(initial=0))):
-            more = sizes > rank
-            joined[more] = self._join(joined[more], values[starts[more] + rank])
-        return tokens[starts], joined
+        while (again := np.flatnonzero(tokens[1:] == tokens[:-1]) + 1).size:    # two by two: of many readings, no long set is made often
+            first = np.flatnonzero(np.concatenate([[True], tokens[1:] != tokens[:-1]]))
+            rank = np.arange(tokens.size) - np.repeat(first, np.diff(np.append(first, tokens.size)))
+            odd = again[rank[again] % 2 == 1]
+            values[odd - 1] = self._join(values[odd - 1], values[odd])
+            left = rank % 2 == 0
+            tokens, values = tokens[left], values[left]
+        return tokens, values
 
     def _join(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
         keys, at = distinct(a << 32 | b)

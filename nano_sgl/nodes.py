@@ -142,7 +142,8 @@ class Nodes:
             return item
         if self.keys[item][0] == "rep":
             _, inner, least, most = self.keys[item]
-            if low == high or (low > 0 or least <= 1 if most is None else least * (low + 1) <= most * low + 1):
+            fits = max(least * low, (most or 0) * (high or 0)) <= MAX_COUNT
+            if fits and (low == high or (low > 0 or least <= 1 if most is None else least * (low + 1) <= most * low + 1)):
                 return self.rep(inner, least * low, None if most is None or high is None else most * high)
         return self._intern(("rep", item, low, high), low == 0, self.stacked[item])
 

@@ -198,7 +198,8 @@ def verify(tree: DraftTree, targets: Tensor, guesses: Tensor | None = None) -> V
     tree's tokens, or -1 for those that cannot be right. A drafter that breaks the rules (equal siblings, children before parents) harms its guesses,
     not the text."""
     nodes = torch.arange(tree.tokens.shape[1], device=targets.device)
-    right = ((tree.tokens if guesses is None else guesses) == targets.gather(1, tree.parents)) | (nodes == 0)                                              # [B, N]
+    guesses = tree.tokens if guesses is None else guesses
+    right = (guesses == targets.gather(1, tree.parents)) | (nodes == 0)                                              # [B, N]
     taken = (right[:, None, :] | ~tree.members).all(-1)  # padding, as deep as the root, comes after it
     last = torch.where(taken, tree.depth, -1).argmax(1)                                                                  # [B]
     on_path = tree.members[torch.arange(len(last), device=last.device), last]                                            # [B, N]
