@@ -48,6 +48,7 @@ from .vocab import Vocab
 log = logging.getLogger("nano_sgl")
 
 MAX_CACHED_CHARS = 4 << 20      # of all cached texts
+MAX_CACHED_PLACES = 1_000_000   # of all cached grammars, which grow as they are used: 0.5 GB
 MAX_AHEAD = 256                 # rows and expansions that nobody waits for
 CLOSE_S = 1.0                   # `close` waits so long for threads that are at work
 NAP_S = 30.0                    # a thread without work looks up so often: see `_Todo`
@@ -254,7 +255,7 @@ class Compiler:
                 if shared is self._in_use() and isinstance(made, (Grammar, GrammarError)):
                     self._cache[job.key] = job.future, job.chars
                     self._cached_chars += job.chars
-                while len(self._cache) > self.max_cached or self._cached_chars > MAX_CACHED_CHARS:
+                while len(self._cache) > self.max_cached or self._cached_chars > MAX_CACHED_CHARS or self._cached_places() > MAX_CACHED_PLACES:
                     self._cached_chars -= self._cache.popitem(last=False)[1][1]
         if isinstance(made, Exception):
             job.future.set_exception(made)
@@ -262,6 +263,11 @@ class Compiler:
             job.future.set_result(made)
         self._todo.finished.set()
         self.warm()
+
+    def _cached_places(self) -> int:
+        """What the cached grammars hold of memory: see Grammar.places."""
+        done = (future for future, _ in self._cache.values() if future.done() and future.exception() is None)
+        return sum(future.result().places for future in done)
 
     def _warm_up(self) -> None:
         for kind, text, begin in WARM:

@@ -60,7 +60,9 @@ MAX_TABLE_BYTES = 256 << 20     # of a vocabulary's tables, templates not counte
 MAX_TEMPLATE_BYTES = 96 << 20
 MAX_OVERRIDES = 4096            # of a row: one with more gets a map of its own
 MAX_FORCED = 1024               # bytes that `forced` looks ahead, and readings that it follows
+MAX_PLACES = 400_000            # in the rules, that a grammar's states and stacks hold: some 450 bytes each
 MAX_ROW_S = 3.0                 # of a row: who waits for one waits with all that share its tables
+MAX_BUILD_S, USUAL_ROW_S = 10.0, 0.005  # CPU seconds of all rows of a grammar, beside what rows usually take
 DENSE = 768                     # tokens from which a template is worth a map
 MAX_JOINT = 3                   # templates in one map
 INF = (1 << 31) - 1
@@ -226,6 +228,7 @@ class Grammar:
         self._stacks = Stacks(self._nodes)
         self._follow: dict[int, int] = {}
         self._sets: list[tuple[bool, tuple]] = []                   # set -> (may end, configurations (q, stack, loop, count))
+        self._places, self._build_s = 0, 0.0
         self._set_ids: dict[tuple, int] = {}
         self._loops: list[tuple[int, int, int]] = [(-1, 1, 0)]      # loop -> (state between items, low, high); 0 is none
         self._loop_ids: dict[tuple, int] = {}
@@ -241,6 +244,11 @@ class Grammar:
 
     # ---- what a reader came for
 
+    @property
+    def places(self) -> int:
+        """What it holds of memory beside its tables: some 450 bytes each."""
+        return self._places + self._stacks.places
+
     @staticmethod
     def split(state: int) -> tuple[int, int]:
         """(index of the row, count)."""
@@ -254,8 +262,14 @@ class Grammar:
             with self.shared.lock:
                 row = self.tables.rows[index]
                 if row is None:
-                    with time_limit(time.monotonic() + MAX_ROW_S):
-                        row = _RowBuilder(self, index).build()
+                    if self._build_s > MAX_BUILD_S:
+                        raise GrammarError(f"the grammar is too ambiguous: its states have taken more than {MAX_BUILD_S:g} s", "grammar")
+                    began = time.thread_time()
+                    try:
+                        with time_limit(time.monotonic() + MAX_ROW_S):
+                            row = _RowBuilder(self, index).build()
+                    finally:
+                        self._build_s += max(time.thread_time() - began - USUAL_ROW_S, 0.0)
                     self.tables.add_row(index, row)
         return row
 
@@ -303,7 +317,7 @@ class Grammar:
         with self.shared.lock:
             now, text, readings = self._unpack(state), bytearray(), 0
             while len(text) < MAX_FORCED and readings < 4 * MAX_FORCED and not self._may_end(now):
-                readings += sum(len(self._automaton.members[config[0]]) for config in self._sets[now][1])
+                readings += sum(len(self._automaton.members[q]) + len(self._stacks.frames[stack]) for q, stack, _, _ in self._sets[now][1])
                 mask = self._alive(now)
                 if mask.bit_count() != 1:
                     break
@@ -435,6 +449,9 @@ class Grammar:
                 raise GrammarError(f"the grammar is too ambiguous: more than {MAX_READINGS} readings of a text", "grammar")
             found = self._set_ids[key] = len(self._sets)
             self._sets.append((may_end, tuple(sorted(key[1]))))
+            self._places += len(merged) + 1
+            if self.places > MAX_PLACES:
+                raise GrammarError(f"the grammar is too ambiguous: its states hold more than {MAX_PLACES} places in its rules", "grammar")
             tick()
         return found
 
@@ -613,7 +630,7 @@ class _RowBuilder:
             wave, self.pending = self.pending, {}
             for (q, loop, count), sources in wave.items():
                 for stack, starts, xs in self._fresh((q, loop, count), sources):
-                    self.followed += 1 + len(self.grammar._stacks.frames[stack]) // 4
+                    self.followed += 1 + len(self.grammar._stacks.frames[stack]) // 16
                     if self.followed > MAX_FOLLOWED:
                         raise GrammarError(f"the grammar is too ambiguous: more than {MAX_FOLLOWED} readings of the tokens after a text", "grammar")
                     self._follow((q, stack, loop, count), starts, xs)

@@ -331,6 +331,7 @@ class Stacks:
     def __init__(self, nodes: Nodes):
         self.nodes = nodes
         self.frames: list[frozenset[tuple[int, int]]] = []
+        self.places = 0                             # in memory: stacks, and the frames in them
         self._ids: dict[frozenset, int] = {}
         self._covered: dict[tuple[int, int, int], bool] = {}
 
@@ -345,6 +346,7 @@ class Stacks:
             if found is None:
                 found = self._ids[needed] = len(self.frames)
                 self.frames.append(needed)
+                self.places += len(needed) + 1
             self._ids[frames] = found
         return found
 
@@ -382,11 +384,13 @@ class Stacks:
             by_item.setdefault(self._bounds(one[0])[0], []).append(one)
         needed = []
         for same in by_item.values():
-            kept: list[tuple[int, int]] = []
-            for one in sorted(same, key=lambda one: -self._bounds(one[0])[2]):
-                if len(same) > COMPARED or not any(self._frame_covers(other, one, 4) for other in kept):
-                    kept.append(one)
-            needed += kept
+            if 1 < len(same) <= COMPARED:
+                kept: list[tuple[int, int]] = []
+                for one in sorted(same, key=lambda one: -self._bounds(one[0])[2]):
+                    if not any(self._frame_covers(other, one, 4) for other in kept):
+                        kept.append(one)
+                same = kept
+            needed += same
         return frozenset(needed) if len(needed) < len(frames) else frames
 
 

@@ -436,7 +436,8 @@ HOSTILE = {
     "alternatives in stars": ("regex", "(a|" * 60 + "a?" + "b)*" * 60), "many optional": ("regex", r"\w?" * 300 + r"\w" * 300),
     "doubled and optional": ("ebnf", "root ::= r0\n" + "\n".join(f"r{i} ::= r{i + 1} r{i + 1}" for i in range(30)) + '\nr30 ::= "z"? "y"?'),
     "one position each": ("regex", ".*a.{500}"), "the same in a row": ("regex", r"\w+" * 100_000), "counts in counts": ("regex", "((a{1,99}){1,99}){1,9}"),
-    "a chain of halves": ("ebnf", "root ::= r0\n" + "\n".join(f"r{i} ::= r{i + 1}{{0,9}} r{i + 1}{{0,9}}" for i in range(40)) + '\nr40 ::= "z"'),
+    "a chain of halves": (
+        "ebnf", "root ::= r0\n" + "\n".join(f"r{i} ::= r{i + 1}{{0,9}} r{i + 1}{{0,9}}" for i in range(40)) + '\nr40 ::= "z"'),
     "alternatives in counts": ("regex", "|".join(f"[a-{chr(98 + i % 24)}]{{1,{50 + i}}}x{i}" for i in range(100))),
     "all ways": ("ebnf", 'root ::= root " "? root | [a-z]+ | "(" root ")"')}
 
