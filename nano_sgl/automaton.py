@@ -233,6 +233,8 @@ class Automaton:
 
     def _walk_nested(self, nodes, states, source, count, loop, marks) -> tuple:
         """The same from positions below each other: depth by depth, so that what meets in a state goes on once."""
+        if self.vocab.walker is not None:
+            return self._walk_several(nodes, states, source, count, loop, marks)
         first, levels = (nodes, states, source, count), []
         here = tuple(None if column is None else column[:0] for column in first)
         for start, stop in zip(self.vocab.levels[1:], self.vocab.levels[2:]):
@@ -251,9 +253,30 @@ class Automaton:
                 here = self._grow(*here, loop)
         return _stacked(levels)
 
+    def _walk_several(self, nodes, states, source, count, loop, marks) -> tuple:
+        """The same by C++."""
+        vocab, room = self.vocab, 4 * nodes.size + 4096
+        marks = None if marks is None else np.ascontiguousarray(marks, np.int32)
+        while True:
+            items, head, size = np.empty((room, 5), np.int32), np.full(vocab.byte.size, -1, np.int32), np.array([nodes.size])
+            given = items[: nodes.size]
+            given[:, 0], given[:, 1], given[:, 2], given[:, 3], given[:, 4] = nodes, states, source, 0 if count is None else count, -1
+            for i in np.flatnonzero(nodes[1:] == nodes[:-1]).tolist():      # they are sorted
+                given[i + 1, 4] = i
+            head[nodes] = np.arange(nodes.size)                             # the last one of each
+            at = int(nodes[0])
+            while 0 <= (at := vocab.walker.walk_several(self.delta, self._flags[1], loop, at, items, size, head, marks)) < vocab.byte.size:
+                self._expand_all(items[: size[0]][items[: size[0], 0] == at, 1])
+            if at >= 0:
+                found = items[: size[0]]
+                return found[:, 0], found[:, 1], found[:, 2], None if count is None else found[:, 3]
+            room *= 4
+
     def _walk_many(self, starts: NodeSet, nodes, states, source, count, loop) -> Template:
         """The same where a good part of the vocabulary is reached: for every node of a level, by its parent's state, dead ones too. No position lies
         below another, and they are sorted."""
+        if self.vocab.walker is not None:
+            return self._walk_native(starts, nodes, states, source, count, loop)
         vocab, size = self.vocab, self.vocab.byte.size
         here = [states, source, count]
         reached = [np.full(size + 1, DEAD, np.int32), np.zeros(size + 1, np.int32), np.zeros(size + 1, np.int32)]     # of every node, and of none
@@ -282,6 +305,21 @@ class Automaton:
         ends = np.flatnonzero(self._flags[0].take(of_state[:-1]) & (vocab.kids > 0)).astype(np.int32)
         exits = NodeSet(ends, of_source[ends], None if count is None else of_count[ends]) if ends.size else None
         return self._template(tokens, key, count is not None, of_source.take(at) if starts.nodes.size > 1 else None, exits)
+
+    def _walk_native(self, starts: NodeSet, nodes, states, source, count, loop) -> Template:
+        """The same by C++, in one pass over the tree."""
+        vocab, walker = self.vocab, self.vocab.walker
+        of_state = np.full(vocab.byte.size + 1, DEAD, np.int32)
+        of_source, of_count = (None if values is None else np.zeros_like(of_state) for values in (source if starts.nodes.size > 1 else None, count))
+        _scatter([column for column in (of_state, of_source, of_count) if column is not None], nodes,
+                 [values for values, column in ((states, of_state), (source, of_source), (count, of_count)) if column is not None])
+        at = int(nodes[0])
+        while (at := walker.walk(self.delta, self._flags[1], loop, at, of_state, of_source, of_count)) < vocab.byte.size:
+            self.expand(int(of_state[vocab.parent[at]]))
+        tokens, cls, origins, keys, ends = walker.collect(self._flags[0], of_state, of_source, of_count)
+        exits = NodeSet(ends, np.zeros_like(ends) if of_source is None else of_source[ends], None if count is None else of_count[ends])
+        classes = [divmod(key, 4096) if count is not None else (key, 0) for key in keys]
+        return Template(self._number(), tokens, cls, classes, origins, exits if ends.size else None, True)
 
     def _expand_all(self, states: np.ndarray) -> None:
         fresh = self._flags[1].take(states)

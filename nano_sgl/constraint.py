@@ -36,7 +36,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from . import sampling
+from . import native, sampling
 from .compiler import Compiler
 from .grammar import INDEX, Grammar
 from .masks import DEAD, DeviceTables
@@ -250,6 +250,14 @@ class Constraints:
             return {}
         return {"grammar_queue": len(self.waiting), "grammar_tokens": self.tokens, "grammar_misses": self.misses, "grammar_bytes": self.bytes_sent,
                 **self.compiler.stats()}
+
+
+def make_vocab(tokenizer, end_ids: Sequence[int], size: int, native_walks: bool) -> Vocab:
+    """The vocabulary of a model with `size` logits. native_walks: whole trees of tokens by C++, if there is a compiler."""
+    vocab = Vocab.from_tokenizer(tokenizer, end_ids, size)
+    if native_walks and (loaded := native.library()) is not None:
+        vocab.walker = native.TrieWalker(vocab, loaded)
+    return vocab
 
 
 def outcome(request: Request, future: Future) -> Grammar | RequestError:

@@ -53,7 +53,7 @@ import torch
 
 from . import attention, sampling, spec, weights
 from .config import EngineConfig
-from .constraint import Compiling, Constraint, Constraints, Group, Walk, Walked, outcome, refusal
+from .constraint import Compiling, Constraint, Constraints, Group, Walk, Walked, make_vocab, outcome, refusal
 from .eviction import EVICTION
 from .events import KVEvents
 from .grammar import Grammar
@@ -65,7 +65,6 @@ from .radix import Tree, draw, view
 from .policies import POLICIES
 from .scheduler import Batch, Req, Scheduler
 from .text import TextStream
-from .vocab import Vocab
 
 log = logging.getLogger("nano_sgl")
 
@@ -238,7 +237,7 @@ class Engine:
         self.streams: dict[str, Stream] = {}
         self.flights: collections.deque[Flight] = collections.deque()
         self.speculation = self._speculation(max_running)
-        self.constraints = Constraints(partial(Vocab.from_tokenizer, self.tokenizer, self.end_ids, self.vocab_size), max_running + 1, self.device,
+        self.constraints = Constraints(partial(make_vocab, self.tokenizer, self.end_ids, self.vocab_size, on_cpu), max_running + 1, self.device,
                                        whitespace=config.constrained_json_whitespace, cache_size=config.grammar_cache_size,
                                        timeout_s=config.grammar_compile_timeout, prefetches=0 if on_cpu else PREFETCHES)
         self._seeds = np.random.default_rng(secrets.randbits(63) if config.random_seed is None else config.random_seed)

@@ -177,7 +177,11 @@ class Shared:
     def map_of(self, templates: list[Template]) -> tuple[int, list[tuple[int, ...]]]:
         """(map, for each of its classes the class in each template, 0: not in it)."""
         key = tuple(t.number for t in templates)
-        if key not in self._maps:
+        if key not in self._maps and len(templates) == 1:
+            classes, split = np.zeros(self.tables.vocab.size, np.int32), [(cls,) for cls in range(len(templates[0].classes) + 1)]
+            classes[templates[0].tokens] = templates[0].cls + 1
+            self._maps[key] = self.tables.add_map(classes), split
+        elif key not in self._maps:
             classes = np.zeros(self.tables.vocab.size, np.int64)
             split = [(0,) * len(templates)]         # class 0 is for tokens that are in no template
             for i, t in sorted(enumerate(templates), key=lambda one: -one[1].tokens.size):
@@ -185,10 +189,9 @@ class Shared:
                 values, cls = distinct(classes[t.tokens] * width + t.cls)
                 classes[t.tokens] = cls + len(split)
                 split += [(*old[:i], value % width + 1, *old[i + 1 :]) for value in values for old in [split[value // width]]]
-            if len(templates) > 1:                  # classes of which all tokens went on into others
-                used = np.bincount(classes, minlength=len(split)) > 0
-                used[0] = True
-                classes, split = (np.cumsum(used) - 1)[classes], [one for one, is_used in zip(split, used) if is_used]
+            used = np.bincount(classes, minlength=len(split)) > 0       # not those of which all tokens went on into others
+            used[0] = True
+            classes, split = (np.cumsum(used) - 1)[classes], [one for one, is_used in zip(split, used) if is_used]
             self._maps[key] = self.tables.add_map(classes), split
         return self._maps[key]
 

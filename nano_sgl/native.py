@@ -33,6 +33,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+import numpy as np
 import torch
 
 log = logging.getLogger("nano_sgl")
@@ -81,6 +82,12 @@ class Grammars(ctypes.Structure):
                 *((name, _I) for name in ("map_stride", "last_state", "size", "num_ends"))]
 
 
+class Trie(ctypes.Structure):
+    """The tree of a vocabulary, for automaton.py; see cpu/trie.h."""
+
+    _fields_ = [*((name, _P) for name in ("parent", "child0", "kids", "first", "own", "order", "byte")), ("nodes", _I)]
+
+
 FUNCTIONS = {
     "nano_setup": [],
     "nano_layers": [ctypes.POINTER(Step), ctypes.POINTER(Attention), _C],
@@ -94,9 +101,15 @@ FUNCTIONS = {
     "nano_has_row": [ctypes.POINTER(Grammars)] + [_P] * 2 + [_I],
     "nano_advance": [ctypes.POINTER(Grammars)] + [_P] * 3 + [_I],
     "nano_walk": [ctypes.POINTER(Grammars)] + [_P] * 4 + [_I] * 2,
+    "nano_trie_walk": [ctypes.POINTER(Trie)] + [_P] * 2 + [_C, _I] + [_P] * 3,
+    "nano_trie_walk_several": [ctypes.POINTER(Trie)] + [_P] * 2 + [_C, _I] + [_P] * 2 + [_I] + [_P] * 2,
+    "nano_trie_collect": [ctypes.POINTER(Trie)] + [_P] * 10,
     "nano_mask": [ctypes.POINTER(Grammars), _P, _I, _P, _P, _I, _C],
     "nano_silu_mul": [_P] * 2 + [_I] * 3 + [_C, _C],
 }
+
+
+COUNTING = ("nano_look_up", "nano_trie_walk", "nano_trie_walk_several")     # what returns a number
 
 
 class BuildError(RuntimeError):
@@ -172,7 +185,7 @@ def _load(file: Path) -> ctypes.CDLL:
     loaded = ctypes.CDLL(str(file), mode=os.RTLD_NOW)
     for name, types in FUNCTIONS.items():
         getattr(loaded, name).argtypes = types
-        getattr(loaded, name).restype = _I if name == "nano_look_up" else None
+        getattr(loaded, name).restype = _I if name in COUNTING else None
     loaded.nano_setup.restype = ctypes.c_int
     can = loaded.nano_setup()
     loaded.features = tuple(name for bit, name in enumerate(("bf16 dot products", "AMX")) if can >> bit & 1)
@@ -203,6 +216,41 @@ def _cache() -> Path:
 @functools.cache
 def _own_folder() -> tempfile.TemporaryDirectory:
     return tempfile.TemporaryDirectory(prefix="nano_sgl-kernels-", ignore_cleanup_errors=True)  # until the process ends
+
+
+class TrieWalker:
+    """automaton.py's walks of a whole vocabulary, by C++. Arrays are contiguous, of the types that are said there. For one thread at a time."""
+
+    def __init__(self, vocab, loaded: ctypes.CDLL):
+        """vocab: a vocab.Vocab."""
+        self._library, self._held = loaded, tuple(getattr(vocab, name) for name, _ in Trie._fields_[:-1])
+        self._tree = Trie(*(column.ctypes.data for column in self._held), len(vocab.byte))
+        self._columns, self._keys = np.empty((3, len(vocab.order)), np.int32), np.empty(len(vocab.order), np.int64)     # used again and again
+        self._exits = np.empty(len(vocab.byte), np.int32)
+
+    def walk(self, delta: np.ndarray, expanded: np.ndarray, loop: int, start: int, states: np.ndarray, sources: np.ndarray | None,
+             counts: np.ndarray | None) -> int:
+        """Fill in the states of all positions from `start` on; returns the first whose parent's state is not expanded, or how many there are."""
+        return self._library.nano_trie_walk(self._tree, *map(_address, (delta, expanded)), loop, start, *map(_address, (states, sources, counts)))
+
+    def walk_several(self, delta: np.ndarray, expanded: np.ndarray, loop: int, start: int, items: np.ndarray, size: np.ndarray, head: np.ndarray,
+                     marks: np.ndarray | None) -> int:
+        """The same where several states may be at a position: items int32 [room, 5] (node, state, source, count, next of the node), of which size[0]
+        int64 are there; head int32: the first of each node. Returns -1 where there is no room."""
+        return self._library.nano_trie_walk_several(self._tree, *map(_address, (delta, expanded)), loop, start, *map(_address, (items, size)),
+                                                    len(items), *map(_address, (head, marks)))
+
+    def collect(self, accepts: np.ndarray, states: np.ndarray, sources: np.ndarray | None, counts: np.ndarray | None) -> tuple:
+        """(tokens int32 that end in a state, the class of each int32, the source of each int32 or None, of each class its state, or 4096 times that
+        and the count, positions int32 where a state accepts and tokens go on)."""
+        sizes, (tokens, classes, of_token), keys, exits = np.zeros(3, np.int64), self._columns, self._keys, self._exits
+        self._library.nano_trie_collect(self._tree, *map(_address, (accepts, states, sources, counts, tokens, classes, of_token, keys, exits, sizes)))
+        n, found, ends = sizes.tolist()
+        return tokens[:n].copy(), classes[:n].copy(), None if sources is None else of_token[:n].copy(), keys[:found].tolist(), exits[:ends].copy()
+
+
+def _address(array: np.ndarray | None) -> int | None:
+    return None if array is None else array.ctypes.data
 
 
 def few(dtype: torch.dtype, quantised: bool, size: int) -> int:

@@ -60,6 +60,7 @@ class Vocab:
         self.tokens = [token if token and len(token) < MAX_TOKEN and i not in ends else None for i, token in enumerate(tokens)]
         self._build()
         self.shared = None                          # what grammars over this vocabulary have in common: grammar.py's
+        self.walker = None                          # follows a state down the whole tree, faster than numpy: `native.TrieWalker`, or None
 
     @classmethod
     def from_tokenizer(cls, tokenizer, end_ids: Iterable[int] | None = None, size: int | None = None) -> Vocab:

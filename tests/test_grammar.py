@@ -17,7 +17,7 @@ from earley import Recogniser
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nano_sgl import automaton, grammar, nodes, weights
+from nano_sgl import automaton, grammar, native, nodes, weights
 from nano_sgl.grammar import INDEX, Grammar
 from nano_sgl.rules import EMPTY, NEVER, Byte, Cat, Expr, GrammarError, Or, Ref, Repeat, Rules
 from nano_sgl.vocab import Vocab
@@ -42,10 +42,17 @@ THRESHOLDS = {
     (grammar, "DENSE"): (0, 2, 768), (grammar, "MAX_OVERRIDES"): (2, 4096)}
 
 
-@pytest.fixture(scope="module")
-def demo(demo_path):
+def with_walker(vocab: Vocab, native_walks: bool) -> Vocab:
+    """By C++, where there is a compiler, or by numpy."""
+    if native_walks and native.library() is not None:
+        vocab.walker = native.TrieWalker(vocab, native.library())
+    return vocab
+
+
+@pytest.fixture(scope="module", params=["numpy", "native"])
+def demo(demo_path, request):
     tokenizer = weights.load_tokenizer(demo_path)
-    return tokenizer, Vocab.from_tokenizer(tokenizer, weights.end_ids(demo_path, tokenizer))
+    return tokenizer, with_walker(Vocab.from_tokenizer(tokenizer, weights.end_ids(demo_path, tokenizer)), request.param == "native")
 
 
 def allowed(machine: Grammar, state: int) -> set[int]:
@@ -108,7 +115,7 @@ def draw_vocab(draw: random.Random) -> Vocab:
     tokens = [bytes(t) for n in (1, 2, 3) for t in itertools.product(b"abc", repeat=n)]
     tokens = [t for t in tokens if draw.random() < 0.6 or len(t) == 1] + [b"abcabc", b"aaaaaa", b"ab", b"d", None, b""]
     draw.shuffle(tokens)
-    return Vocab(tokens, [tokens.index(None)])
+    return with_walker(Vocab(tokens, [tokens.index(None)]), draw.random() < 0.5)
 
 
 def check_against_earley(rules: Rules, vocab: Vocab, draw: random.Random, walks: int = 2, steps: int = 6) -> None:
