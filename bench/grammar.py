@@ -221,15 +221,17 @@ def main() -> None:
     parser.add_argument("--tokenizer", default="demo")
     parser.add_argument("--cases", default=os.environ.get("NANO_SGL_CASES"))
     parser.add_argument("--peers", help="a python that has xgrammar and llguidance")
+    parser.add_argument("--walks", choices=("native", "numpy"), default="native", 
+                        help="how whole vocabularies are walked: by C++, as the engine does on a CPU, or by numpy")
     parser.add_argument("--peer", choices=("xgrammar", "llguidance"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.peer:
         return run_peer(args.peer)
     sys.path.insert(0, str(HERE.parent))
-    from nano_sgl.vocab import Vocab
+    from nano_sgl.constraint import make_vocab
 
     tokenizer, ends = load_tokenizer(args.tokenizer)
-    vocab = Vocab.from_tokenizer(tokenizer, ends)
+    vocab = make_vocab(tokenizer, ends, len(tokenizer), args.walks == "native")
     cases = load_cases(args.cases, lambda text: tokenizer.encode(text, add_special_tokens=False))
     print(f"{vocab.size} tokens, {len(cases)} cases; p50 and p99, CPU time")
     print(f"{'':21s} {'right':9s} {'compile ms':>17s} {'+ first ms':>17s} {'cold us':>17s} {'masks':>6s} {'warm us':>17s} {'host mask us':>17s}")
