@@ -16,6 +16,8 @@ SHOWS = {  # example -> patterns that its output must have
     "streaming_chat": [r"The capital of France is Paris\.", r"(\[[1-9]\d+ of \d+ prompt(.|\n)*){2}"],
     "samples": [r"0: Once upon", r"3: Once upon", "the same again: True", "four different: True"],
     "event_loop": ["Rome: ", "Cairo: ", "Lima: ", r"\n.{31,80}\n$"],
+    "structured": [r"fell: '\d{4}'  \(regex, stop\)", r"Answer: '(yes|no)'  \(choice", r"'\d\d:\d\d'", r"'\[\d+, \d+, \d+, \d+\]'  \(ebnf",
+                   r"\{.*\}  \(json_object, stop\)"],
     "choices": [r"France is \.\.\. Paris ", r"degrees \.\.\. Celsius ", r"triangle has \.\.\. three sides "],
 }
 
