@@ -224,7 +224,7 @@ def test_params_are_shown_set_taken_back_and_refused(chat, capsys):
     assert not chat.failed
     before = dict(chat.given)
     for line, words in (("temperature=hot", "temperature: expected float"), ("temperature=-1", "temperature must be"), ("x=1", "unknown field 'x'"),
-                        ("temperature", "expected name=value"), ("n=2", "one answer"), ("logprobs=1", "one answer"), ("regex=a", "grammar"),
+                        ("temperature", "expected name=value"), ("n=2", "one answer"), ("logprobs=1", "one answer"), ("json_schema=a", "not supported"),
                         ("seed=1 min_tokens=9", "at most max_tokens")):
         assert words in told(f"/params {line}") and chat.given == before and chat.failed, line
     assert told("/params max_tokens= temperature=") == 'temperature=1.0  max_tokens=128  stop="the end"'

@@ -257,7 +257,7 @@ def test_what_is_there_stays_when_tensors_grow(backend, monkeypatch):
             inside = [t for t in np.flatnonzero(reference_mask(machine, state)).tolist() if t not in machine.vocab.end_ids]
             state = machine.step(state, draw.choice(inside)) if inside else machine.start
         check_steps(device, where, draw.sample(batch, min(len(batch), 8)), draw)
-    assert len(set(rooms)) > 2
+    assert len(set(rooms)) > 1
     check_mask(device, where, batch, machines[0].vocab.size, draw)
     anew = device_tables(machines[0].tables, backend)
     for name in ("maps", "vec", "over_token", "over_value", "lines", "shapes", "firsts", "others"):
