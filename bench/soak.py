@@ -7,6 +7,7 @@ again), in float32. Each client repeats: pick a prompt (beginnings are shared, l
 
     answer     plain or streamed, over /generate, /v1/completions, /v1/chat/completions; greedy, so that the text is known
     sample     temperature, n, logprobs, penalties, stop strings: only the shape of the answer is looked at
+    constrain  an output that follows a regex: the same few again and again, and new ones; what has ended must match
     leave      close the connection at once (the request is queued), later (it runs), or after some events of a stream
     slow       read a stream through a small window, a few hundred bytes at a time
     malformed  no JSON, no UTF-8, no HTTP, ids out of range, bodies that are too large or end too early: 4xx, or a closed connection
@@ -206,10 +207,28 @@ async def sample(load: Load, prompt: Prompt, rng: random.Random) -> None:
         load.wrong(f"{options} gave {len(response.json()['choices'])} choices")
 
 
+def pattern(rng: random.Random) -> str:
+    """A regex, one of a few or one that nobody has sent before."""
+    if rng.random() < 0.7:
+        return rng.choice([r"(yes|no)[.!]?", r"[a-z]{1,8}( [a-z]{1,8}){0,12}\.", r'\{"a": \d{1,3}(, "b": "[^"\\\n]{0,20}")?\}', r"(\w| ){0,60}"])
+    return f"[a-{rng.choice('fkpz')}]{{{rng.randrange(1, 9)},{rng.randrange(9, 40)}}}-{rng.randrange(10**9)}"
+
+
+async def constrain(load: Load, prompt: Prompt, rng: random.Random) -> None:
+    """See above."""
+    path, regex = prompt.path(rng), pattern(rng)
+    response = await load.http.post(path, json=prompt.body(path, False, temperature=1.0, regex=regex, max_tokens=60))
+    if load.status(response, "constrain"):
+        body = response.json()
+        reason = body["meta_info"]["finish_reason"]["type"] if path == "/generate" else body["choices"][0]["finish_reason"]
+        if reason == "stop" and not re.fullmatch(regex, text_of(path, [body])):
+            load.wrong(f"an answer does not match {regex!r}")
+
+
 async def leave(load: Load, prompt: Prompt, rng: random.Random) -> None:
     """Ask, and go before the answer is whole."""
     path, stream = prompt.path(rng), rng.random() < 0.5
-    body = prompt.body(path, stream, max_tokens=100)
+    body = prompt.body(path, stream, max_tokens=100, **({"regex": pattern(rng)} if rng.random() < 0.3 else {}))
 
     async def read() -> None:
         async with load.http.stream("POST", path, json=body) as response:
@@ -253,6 +272,7 @@ MALFORMED = {  # name -> what follows the request line's path: (path, headers, b
     "n": ("/v1/completions", "", b'{"prompt": "a", "n": 1000000000}'), "unknown": ("/v1/completions", "", b'{"prompt": "a", "tmperature": 1}'),
     "stops": ("/v1/completions", "", json.dumps({"prompt": "a", "stop": ["x"] * 10_000}).encode()), "no route": ("/v2/nothing", "", b"{}"),
     "regex": ("/v1/completions", "", b'{"prompt": "a", "stop_regex": "(((("}'),
+    "grammar": ("/v1/completions", "", b'{"prompt": "a", "regex": "a(?=b)"}'),
     "no HTTP": ("", None, b"\x16\x03\x01\x02\x00 hello\r\n\r\n"), "large": ("", None, b"POST /generate HTTP/1.1\r\nHost: a\r\nContent-Type: "
                                                                         b"application/json\r\nContent-Length: 1000000000\r\n\r\n{"),
 }
@@ -296,7 +316,7 @@ async def malformed(load: Load, prompt: Prompt, rng: random.Random) -> None:
             load.wrong(f"malformed ({name}): status {status.decode()}")
 
 
-ACTS = {answer: 10, sample: 3, leave: 6, slow: 1, malformed: 3}  # act -> how often
+ACTS = {answer: 10, sample: 3, constrain: 4, leave: 6, slow: 1, malformed: 3}  # act -> how often
 
 
 async def client(load: Load, rng: random.Random, end: float) -> None:
