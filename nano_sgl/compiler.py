@@ -67,9 +67,9 @@ class Compiler:
     `close`, at the end of a `with`, or when nobody holds it any more.
     """
 
-    def __init__(self, vocab: Callable[[], Vocab], *, whitespace: str = "fixed", threads: int = 2, max_cached: int = 128, timeout_s: float = 30.0):
-        """whitespace: the layout of JSON; threads: that compile, one more builds rows; max_cached: grammars and refusals, 0: none; timeout_s: of
-        one compile, from when it begins."""
+    def __init__(self, vocab: Callable[[], Vocab], *, whitespace: str = "fixed", threads: int = 8, max_cached: int = 128, timeout_s: float = 30.0):
+        """whitespace: the layout of JSON; threads: that compile, taking turns, so that a few slow grammars do not hold up the others; one more builds
+        rows; max_cached: grammars and refusals, 0: none; timeout_s: of one compile, from when it begins."""
         self.whitespace, self.threads, self.max_cached, self.timeout_s = whitespace, threads, max_cached, timeout_s
         self._make_vocab, self._vocab_lock = vocab, threading.Lock()
         self._vocab: Vocab | Exception | None = None
@@ -293,6 +293,7 @@ class Compiler:
                     error = made if isinstance(made, GrammarError) else GrammarError(f"it failed with {type(made).__name__}", "grammar")
                     self._errors.setdefault(grammar, {})[state] = error
                 self._counts["rows_failed" if isinstance(made, Exception) else "rows_wanted" if wanted else "rows_prefetched"] += 1
+            time.sleep(1e-6)    # a compile that waits for the tables gets them now: who takes a lock again at once keeps it
         self._todo.finished.set()
 
 
