@@ -439,6 +439,7 @@ async def play(server: Server, prompts: list[Prompt], args: argparse.Namespace, 
     async with httpx.AsyncClient(base_url=server.url, timeout=ANSWER_WITHIN_S, limits=limits) as http:
         load = Load(server, http, prompts, "--max-queued-requests" in flags)
         await http.get("/health", headers={"Connection": "close"})
+        await constrain(load, prompts[0], random.Random(args.seed))  # the first starts the threads that make grammars
         before, start = server.measure(), time.monotonic()
         watching = asyncio.create_task(watch(load, start, args.seconds))
         await asyncio.gather(*(client(load, random.Random(f"{args.seed}/{n}"), start + args.seconds) for n in range(args.clients)))
