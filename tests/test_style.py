@@ -17,14 +17,16 @@ LEVELS = {  # imports point down: a module may import those of lower levels that
     "config": {"protocol", "radix", "eviction", "policies"}, "events": {"radix"},
     "constraint": {"compiler", "grammar", "masks", "native", "protocol", "rules", "sampling", "spec", "vocab"},
     "engine": {"config", "constraint", "events", "grammar", "masks", "protocol", "radix", "eviction", "weights", "kernels", "attention", "memory", "sampling", "model", "policies", "scheduler", "spec", "text"},
-    "rules": set(), "regex": {"rules"}, "schema": {"rules", "regex"}, "vocab": {"rules"}, "nodes": {"rules"},
+    "rules": set(), "regex": {"rules"}, "json_text": {"rules", "regex"}, "json_document": {"rules", "json_text"},
+    "json_schema": {"rules", "schema", "json_text", "json_document"}, "schema": {"rules", "regex"}, "vocab": {"rules"}, "nodes": {"rules"},
     "automaton": {"nodes", "rules", "vocab"}, "grammar": {"automaton", "nodes", "rules", "schema", "vocab"}, "masks": {"native", "kernels"},
     "compiler": {"grammar", "rules", "vocab"},
     "llm": {"engine", "config", "protocol", "chat", "radix"},
     "api": {"protocol", "chat"}, "process": {"protocol"}, "server": set(MODULES) - {"__init__", "__main__", "server"},
     "__init__": set(), "__main__": {"config", "protocol", "radix"},
 }
-TORCH_FREE = ["protocol", "eviction", "waiting", "policies", "layout", "radix", "events", "text", "chat", "config", "api", "process", "server", "compiler", "__main__"]
+TORCH_FREE = ["protocol", "eviction", "waiting", "policies", "layout", "radix", "events", "text", "chat", "config", "api", "process", "server", "compiler", "json_text", "json_document", "json_schema",
+              "__main__"]
 MAX_LINE, MAX_FILE, MAX_FUNCTION = 150, 850, 80
 
 

@@ -1,0 +1,489 @@
+"""JSON text: how strings and numbers are written that satisfy constraints, as expressions over bytes.
+
+A constraint is about what is meant: characters, a value. The text spells it, and one character has up to fifteen spellings:
+
+    A   ->   A | \\u0041            "   ->   \\" | \\u0022            1F600   ->   F0 9F 98 80 | \\ud83d\\ude00 | \\uD83D\\uDE00 | ...
+
+Strings. `spelled` writes a set of characters. Patterns are read into *letters*: a letter is a set of characters, bit i of a Byte is the i-th
+set that was named. So one expression serves for writing (`Letters.write`), matching (`Letters.matches`) and for automata.
+
+Products. Several constraints at once are *walkers*: a start, a step, an end. `Derived` walks an expression, or its complement, by partial
+derivatives (Antimirov 1996); `Counted` counts; `Multiple` keeps the rest of a division. `product` runs all of them side by side over *atoms*,
+the classes that no walker tells apart, and makes each state it reaches a right-linear rule.
+
+Numbers. Bounds need no product: decimals between two others are alternatives by length and by the first digit that differs.
+
+    0.25 < x <= 2     0.(2(50*[1-9]d*|[6-9]d*)|[3-9]d*) | 1(.d+)? | 2(.0+)?
+
+Invariants. Half a surrogate pair is no character, so none is spelled. A number under a bound has no exponent and no minus before zero.
+
+Cost. `spelled` takes 20 to 500 microseconds, and is remembered; a product some 10 a state and atom, up to MAX_STATES. Bounds nest as deep as
+they have digits, at most MAX_DIGITS.
+
+Where it stops. Host names are held to 3 labels of 63 characters or 7 of 35; a leap second to offsets of whole hours. Sources: RFC 8259, 3339,
+3986, 4291, 5321, 6901, 9562; ISO 8601 durations as RFC 3339's appendix has them.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable
+from decimal import Decimal
+from functools import lru_cache
+from typing import NamedTuple
+
+from . import regex
+from .rules import (ALL, BYTES, EMPTY, LAST_CHAR, NEVER, SURROGATES, Byte, Cat, Expr, GrammarError, Ranges, Ref, Repeat, alt, cat, chars,
+                    clip, complement, literal, repeat, show, tick, union)
+
+MAX_STATES = 3000  # of one product
+MAX_DIGITS = 60    # of a bound
+
+
+# -- characters of a string --
+
+def hexes(ranges: Ranges, digits: int) -> Expr:
+    """Numbers out of the ranges as so many hexadecimal digits."""
+    if not digits:
+        return EMPTY
+    below: dict[int, list[tuple[int, int]]] = {}
+    size = 16 ** (digits - 1)
+    for first, last in ranges:
+        for top in range(first // size, last // size + 1):
+            below.setdefault(top, []).append((max(first - top * size, 0), min(last - top * size, size - 1)))
+    tops: dict[Ranges, int] = {}
+    for top, tail in below.items():
+        for char in {f"{top:x}", f"{top:X}"}:
+            tops[tuple(tail)] = tops.get(tuple(tail), 0) | 1 << ord(char)
+    return alt([cat([Byte(mask), hexes(union(tail), digits - 1)]) for tail, mask in tops.items()])
+
+
+SHORT = {'"': '"', "\\": "\\", "/": "/", "\b": "b", "\f": "f", "\n": "n", "\r": "r", "\t": "t"}
+
+
+@lru_cache(maxsize=4096)
+def spelled(ranges: Ranges, plain: bool = False) -> Expr:
+    """One character out of the ranges as a JSON string may spell it: raw, by a short escape, by one \\uHHHH or by two. plain: what ASCII can print is
+    not written as \\uHHHH."""
+    raw = complement(union([*complement(ranges), (0, 31), (34, 34), (92, 92)]))
+    short = [ord(letter) for char, letter in SHORT.items() if clip(ranges, ord(char), ord(char))]
+    plane = clip(ranges, 0, SURROGATES[0] - 1) + clip(ranges, SURROGATES[1] + 1, 0xFFFF)
+    plane = clip(plane, 0, 31) + clip(plane, 127, 0xFFFF) if plain else plane
+    pairs: dict[int, list[tuple[int, int]]] = {}
+    for first, last in clip(ranges, 0x10000, LAST_CHAR):
+        for high in range(first >> 10, (last >> 10) + 1):
+            pairs.setdefault(high, []).append((max(first - (high << 10), 0), min(last - (high << 10), 1023)))
+    tails: dict[Ranges, list[tuple[int, int]]] = {}
+    for high, tail in pairs.items():
+        tails.setdefault(tuple(tail), []).append((0xD800 + high - 64,) * 2)
+    escaped = [hexes(plane, 4)] + [cat([hexes(union(highs), 4), literal("\\u"), hexes(tuple((0xDC00 + a, 0xDC00 + b) for a, b in tail), 4)])
+                                   for tail, highs in tails.items()]
+    named = [chars(union((code, code) for code in short))] if short else []
+    return alt([chars(raw), cat([literal("\\"), alt([*named, cat([literal("u"), alt(escaped)])])])])
+
+
+def quoted(content: Expr) -> Expr:
+    """A string, from what is in it."""
+    return cat([BYTES[34], content, BYTES[34]])
+
+
+class Letters:
+    """The sets of characters that patterns name. In an expression over letters, bit i of a Byte stands for `sets[i]`."""
+
+    def __init__(self):
+        self.sets: list[Ranges] = []
+        self.index: dict[Ranges, int] = {}
+        self.known: dict[tuple[str, bool], Expr] = {}
+        self.any = self.of(ALL)
+
+    def of(self, ranges: Ranges) -> Expr:
+        """One character out of the ranges."""
+        valid = clip(ranges, 0, SURROGATES[0] - 1) + clip(ranges, SURROGATES[1] + 1, LAST_CHAR)
+        if not valid:
+            return NEVER
+        if valid not in self.index:
+            self.index[valid] = len(self.sets)
+            self.sets.append(valid)
+        return Byte(1 << self.index[valid])
+
+    def pattern(self, text: str, search: bool = True) -> Expr:
+        """A regular expression; search: a string that holds a match."""
+        if (text, search) not in self.known:
+            parser = Pattern(text, self)
+            expr, anything = parser.read(), repeat(self.any, 0, None)
+            expr = cat([anything, expr, anything]) if search else expr
+            self.known[text, search] = regex.Anchors(parser).fix(expr, True, True) if parser.anchored else expr
+        return self.known[text, search]
+
+    def word(self, text: str) -> Expr:
+        """The text itself."""
+        return cat(self.of(((ord(char), ord(char)),)) for char in text)
+
+    def write(self, expr: Expr, spell: Callable[..., Expr] = spelled) -> Expr:
+        """From letters to bytes; spell: how a set of characters is written."""
+        if isinstance(expr, Byte):
+            return spell(union(pair for i, pairs in enumerate(self.sets) if expr.mask >> i & 1 for pair in pairs))
+        if isinstance(expr, Repeat):
+            return repeat(self.write(expr.item, spell), expr.low, expr.high)
+        return (cat if isinstance(expr, Cat) else alt)([self.write(part, spell) for part in expr.parts])
+
+    def atoms(self, exprs: Iterable[Expr], spell: Callable[..., Expr] = spelled) -> list[tuple[int, Expr]]:
+        """The alphabet, cut up so finely that no expression tells two characters of a piece apart: (sets that hold the piece, how it is written)."""
+        used = self.any.mask
+        for expr in exprs:
+            used |= letters_in(expr)
+        edges: dict[int, int] = {}
+        for i, ranges in enumerate(self.sets):
+            for first, last in ranges if used >> i & 1 else ():
+                edges[first] = edges.get(first, 0) ^ 1 << i
+                edges[last + 1] = edges.get(last + 1, 0) ^ 1 << i
+        pieces: dict[int, list[tuple[int, int]]] = {}
+        bits, places = 0, sorted(edges)
+        for place, following in zip(places, [*places[1:], LAST_CHAR + 1]):
+            bits ^= edges[place]
+            if bits and following > place:
+                pieces.setdefault(bits, []).append((place, following - 1))
+        return [(bits, spell(union(pairs))) for bits, pairs in pieces.items()]
+
+    def matches(self, expr: Expr, text: str) -> bool:
+        """Does the expression match the text?"""
+        held, walker = {}, Derived(expr)
+        state = walker.start
+        for char in text:
+            if char not in held:
+                held[char] = sum(1 << i for i, ranges in enumerate(self.sets) if clip(ranges, ord(char), ord(char)))
+            state = walker.step(state, held[char])
+            if state is None:
+                return False
+        return walker.accepts(state)
+
+
+class Pattern(regex.Regex):
+    """Reads a regular expression into letters."""
+
+    def __init__(self, text: str, letters: Letters):
+        super().__init__(text)
+        self.letters = letters
+
+    def add_set(self, ranges: Ranges) -> None:
+        """One character out of the ranges."""
+        self.add(self.letters.of(ranges), 0)
+        self.after = "character"
+
+
+def letters_in(expr: Expr) -> int:
+    """All bits of its Bytes."""
+    if isinstance(expr, Byte):
+        return expr.mask
+    found = 0
+    for part in [expr.item] if isinstance(expr, Repeat) else expr.parts:
+        found |= letters_in(part)
+    return found
+
+
+def span(expr: Expr) -> tuple[int, int | None]:
+    """The least and the greatest length of what an expression matches; None: no bound."""
+    if isinstance(expr, Byte):
+        return 1, 1
+    if isinstance(expr, Repeat):
+        low, high = span(expr.item)
+        return low * expr.low, None if high is None or expr.high is None else high * expr.high
+    spans = [span(part) for part in expr.parts] or [(0, 0)]
+    lows, highs = [low for low, _ in spans], [high for _, high in spans]
+    if isinstance(expr, Cat):
+        return sum(lows), None if None in highs else sum(highs)
+    return min(lows), None if None in highs else max(highs)
+
+
+# -- products of automata --
+
+@lru_cache(maxsize=1 << 16)
+def nullable(expr: Expr) -> bool:
+    """Does it match the empty text?"""
+    if isinstance(expr, Repeat):
+        return expr.low == 0 or nullable(expr.item)
+    return not isinstance(expr, Byte) and (all if isinstance(expr, Cat) else any)(nullable(part) for part in expr.parts)
+
+
+@lru_cache(maxsize=1 << 16)
+def forms(expr: Expr) -> tuple[tuple[int, Expr], ...]:
+    """Its linear form: (letters that may come first, what is left then)."""
+    if isinstance(expr, Byte):
+        return ((expr.mask, EMPTY),)
+    if isinstance(expr, Repeat):
+        left = repeat(expr.item, max(expr.low - 1, 0), None if expr.high is None else expr.high - 1)
+        return tuple((mask, cat([rest, left])) for mask, rest in forms(expr.item))
+    if not isinstance(expr, Cat):
+        return tuple(dict.fromkeys(form for part in expr.parts for form in forms(part)))
+    found: list[tuple[int, Expr]] = []
+    for i, part in enumerate(expr.parts):
+        found += [(mask, cat([rest, *expr.parts[i + 1:]])) for mask, rest in forms(part)]
+        if not nullable(part):
+            break
+    return tuple(found)
+
+
+class Derived:
+    """Matches an expression, or all that it does not match."""
+
+    def __init__(self, expr: Expr, positive: bool = True):
+        self.start, self.positive = frozenset([expr]), positive
+
+    def step(self, state: frozenset, bits: int) -> frozenset | None:
+        """The state after a letter; None: nothing can follow."""
+        after = frozenset(rest for expr in state for mask, rest in forms(expr) if mask & bits)
+        return after if after or not self.positive else None
+
+    def accepts(self, state: frozenset) -> bool:
+        """May the text end here?"""
+        return any(nullable(expr) for expr in state) == self.positive
+
+
+class Counted:
+    """`low` to `high` letters."""
+    start = 0
+
+    def __init__(self, low: int, high: int | None):
+        self.low, self.high = low, high
+
+    def step(self, state: int, bits: int) -> int | None:
+        """The state after a letter."""
+        return min(state + 1, self.low) if self.high is None else state + 1 if state < self.high else None
+
+    def accepts(self, state: int) -> bool:
+        """May the text end here?"""
+        return state >= self.low
+
+
+class Multiple:
+    """Decimals that are a multiple of step / 10**places. A state is the rest, and how many places behind the point were read (None: no point yet)."""
+    start = (0, None)
+
+    def __init__(self, step: int, places: int):
+        self.divisor, self.places = step, places
+
+    def step(self, state: tuple, bits: int) -> tuple | None:
+        """The state after a byte."""
+        (rest, place), char = state, chr(bits.bit_length() - 1)
+        if char == "-":
+            return state
+        if char == ".":
+            return rest, 0
+        if place is not None and place >= self.places:
+            return state if char == "0" else None
+        return (rest * 10 + int(char)) % self.divisor, None if place is None else place + 1
+
+    def accepts(self, state: tuple) -> bool:
+        """May the number end here?"""
+        return state[0] * 10 ** (self.places - (state[1] or 0)) % self.divisor == 0
+
+
+def product(walkers: list, atoms: list[tuple[int, Expr]], name: str, rules: dict[str, Expr], refuse: Callable[[str], GrammarError]) -> Expr:
+    """What all walkers accept, as rules whose names begin with `name`."""
+    names = {tuple(walker.start for walker in walkers): f"{name}.0"}
+    todo = list(names)
+    while todo:
+        states = todo.pop()
+        steps: dict[tuple, list[Expr]] = {}
+        for bits, expr in atoms:
+            after = tuple(walker.step(state, bits) for walker, state in zip(walkers, states))
+            if None not in after:
+                steps.setdefault(after, []).append(expr)
+        for after in steps:
+            if after not in names:
+                if len(names) >= MAX_STATES:
+                    raise refuse(f"together with what else must hold takes more than {MAX_STATES} states")
+                names[after] = f"{name}.{len(names)}"
+                todo.append(after)
+        ends = [EMPTY] if all(walker.accepts(state) for walker, state in zip(walkers, states)) else []
+        rules[names[states]] = alt(ends + [cat([alt(exprs), Ref(names[after])]) for after, exprs in steps.items()])
+        tick()
+    return Ref(f"{name}.0")
+
+
+def avoid(words: set[str], name: str, rules: dict[str, Expr], spell: Callable[..., Expr]) -> Expr:
+    """All strings but the words; plain ones, for the many sets of all characters but a few are then much alike."""
+    rest = repeat(spell(ALL, True), 0, None)
+
+    def below(some: list[str], depth: int) -> Expr:
+        longer = [word for word in some if len(word) > depth]
+        heads = {head: list(group) for head, group in itertools.groupby(longer, lambda word: word[depth])}
+        parts = [EMPTY] if len(some[0]) > depth else []
+        parts.append(cat([spell(complement(union((ord(head), ord(head)) for head in heads)), True), rest]))
+        for head, group in heads.items():
+            tail = below(group, depth + 1) if depth % 8 != 7 else Ref(f"{name}.{group[0][:depth + 1]}")
+            if isinstance(tail, Ref):
+                todo.append((tail.name, group, depth + 1))
+            parts.append(cat([spell(((ord(head), ord(head)),), True), tail]))
+        return alt(parts)
+
+    todo = [(f"{name}.", sorted(words), 0)]
+    while todo:
+        key, group, depth = todo.pop()
+        rules[key] = below(group, depth)
+        tick()
+    return Ref(f"{name}.")
+
+
+# -- numbers --
+
+DIGIT = Byte(sum(1 << b for b in range(48, 58)))
+DIGITS = repeat(DIGIT, 0, None)
+
+
+def digit_range(first: int, last: int) -> Expr:
+    """One digit."""
+    return Byte(sum(1 << b for b in range(48 + first, 49 + last))) if first <= last else NEVER
+
+
+def fixed(low: str, high: str) -> Expr:
+    """Numbers of as many digits as both bounds have."""
+    if not low:
+        return EMPTY
+    if set(low) == {"0"} and set(high) == {"9"}:
+        return repeat(DIGIT, len(low), len(low))
+    first, last, size = int(low[0]), int(high[0]), len(low) - 1
+    if first == last:
+        return cat([digit_range(first, last), fixed(low[1:], high[1:])])
+    return alt([cat([digit_range(first, first), fixed(low[1:], "9" * size)]), cat([digit_range(first + 1, last - 1), repeat(DIGIT, size, size)]),
+                cat([digit_range(last, last), fixed("0" * size, high[1:])])])
+
+
+def whole(low: int, high: int | None) -> Expr:
+    """Integers from low >= 0."""
+    if high is not None and high < low:
+        return NEVER
+    least, most = len(str(low)), len(str(high)) if high is not None else None
+    if least == most:
+        return fixed(str(low), str(high))
+    parts = [fixed(str(low), "9" * least)]
+    if most is None or most > least + 1:
+        parts.append(cat([digit_range(1, 9), repeat(DIGIT, least, None if most is None else most - 2)]))
+    return alt(parts if most is None else [*parts, fixed("1" + "0" * (most - 1), str(high))])
+
+
+def behind(low: str, low_open: bool, high: str | None, high_open: bool) -> Expr:
+    """Digits behind the point, also none, whose value is between two others: digits without zeros at the end; high None: no bound."""
+    if high is None and not low:
+        return cat([repeat(BYTES[48], 0, None), digit_range(1, 9), DIGITS]) if low_open else DIGITS
+    if high == "" and (low or low_open or high_open):
+        return NEVER
+    if high == "":
+        return repeat(BYTES[48], 0, None)
+    ends = [] if low or low_open else [EMPTY]
+    first, last = int(low[:1] or 0), int(high[0]) if high else 10
+    if first > last:
+        return NEVER
+    if first == last:
+        return alt([*ends, cat([digit_range(first, first), behind(low[1:], low_open, high[1:], high_open)])])
+    parts = [cat([digit_range(first, first), behind(low[1:], low_open, None, False)]), cat([digit_range(first + 1, last - 1), DIGITS])]
+    if high is not None:
+        parts.append(cat([digit_range(last, last), behind("", False, high[1:], high_open)]))
+    return alt([*ends, *parts])
+
+
+def decimals(low: Decimal, low_open: bool, high: Decimal | None, high_open: bool) -> Expr:
+    """Decimals from low >= 0, without exponent."""
+
+    def split(value: Decimal) -> tuple[int, str]:
+        text = f"{value:f}".partition(".")
+        return int(text[0]), text[2].rstrip("0")
+
+    def joined(front: Expr, digits: Expr) -> Expr:
+        some = cat([BYTES[46], alt([cat([Byte(mask), rest]) for mask, rest in forms(digits)])])
+        return cat([front, alt([EMPTY, some] if nullable(digits) else [some])])
+
+    a, f = split(low)
+    b, g = (None, None) if high is None else split(high)
+    if high is not None and (high < low or (high == low and (low_open or high_open))):
+        return NEVER
+    if a == b:
+        return joined(whole(a, a), behind(f, low_open, g, high_open))
+    parts = [joined(whole(a, a), behind(f, low_open, None, False)), joined(whole(a + 1, None if b is None else b - 1), DIGITS)]
+    return alt(parts if b is None else [*parts, joined(whole(b, b), behind("", False, g, high_open))])
+
+
+class Bounds(NamedTuple):
+    """What a number lies between; None: no bound."""
+    low: Decimal | None
+    low_open: bool
+    high: Decimal | None
+    high_open: bool
+
+    def write(self, integers: bool) -> Expr:
+        """All such numbers; below zero they mirror those above."""
+        zero, made = Decimal(0), []
+        for minus, low, low_open, high, high_open in ((False, *self), (True, self.high and -self.high, self.high_open,
+                                                                      self.low and -self.low, self.low_open)):
+            if high is not None and high < 0:
+                continue
+            if low is None or low < 0:
+                low, low_open = zero, False
+            low_open = low_open or (minus and low == 0)
+            if integers:
+                first = int(low) + (low != int(low) or low_open)
+                last = None if high is None else int(high) - (high == int(high) and high_open)
+                made.append(cat([literal("-" * minus), whole(first, last)]))
+            else:
+                made.append(cat([literal("-" * minus), decimals(low, low_open, high, high_open)]))
+        return alt(made)
+
+
+def decimals_of(value: Decimal) -> Expr:
+    """All spellings of a number without exponent."""
+    return Bounds(value, False, value, False).write(False)
+
+
+# -- formats --
+
+DAY = (r"(?:[0-9]{4}-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)|02-(?:0[1-9]|1[0-9]|2[0-8]))"
+       r"|(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:[02468][048]|[13579][26])00)-02-29)")
+LEAP = "|".join(rf"{hour:02}:59:60(?:\.[0-9]+)?(?:\+{(hour + 1) % 24:02}|-{23 - hour:02}):00" for hour in range(24))
+TIME = (r"(?:(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]+)?(?:[zZ]|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
+        rf"|23:59:60(?:\.[0-9]+)?[zZ]|{LEAP})")
+LABEL = r"[A-Za-z0-9](?:[A-Za-z0-9-]{0,%d}[A-Za-z0-9])?"
+HOST = rf"(?:{LABEL % 61}(?:\.{LABEL % 61}){{0,2}}|{LABEL % 33}(?:\.{LABEL % 33}){{0,6}})"
+OCTET = r"(?:25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])"
+IPV4 = rf"{OCTET}(?:\.{OCTET}){{3}}"
+H16 = "[0-9A-Fa-f]{1,4}"
+LS32 = rf"(?:{H16}:{H16}|{IPV4})"
+IPV6 = (rf"(?:(?:{H16}:){{6}}{LS32}|::(?:{H16}:){{5}}{LS32}|" + "|".join(
+    rf"(?:(?:{H16}:){{0,{n}}}{H16})?::(?:{H16}:){{{4 - n}}}{LS32}" for n in range(5))
+    + rf"|(?:(?:{H16}:){{0,5}}{H16})?::{H16}|(?:(?:{H16}:){{0,6}}{H16})?::)")
+PCT, UNRESERVED, DELIMS = "%[0-9A-Fa-f]{2}", r"A-Za-z0-9._~\-", "!$&'()*+,;="
+PCHAR = rf"(?:[{UNRESERVED}{DELIMS}:@]|{PCT})"
+AUTHORITY = (rf"(?:(?:[{UNRESERVED}{DELIMS}:]|{PCT})*@)?"
+             rf"(?:\[(?:{IPV6}|v[0-9A-Fa-f]+\.[{UNRESERVED}{DELIMS}:]+)\]|(?:[{UNRESERVED}{DELIMS}]|{PCT})*)(?::[0-9]*)?")
+TAIL = rf"(?:\?(?:{PCHAR}|[/?])*)?(?:#(?:{PCHAR}|[/?])*)?"
+HIER = rf"(?://{AUTHORITY}(?:/{PCHAR}*)*|/(?:{PCHAR}+(?:/{PCHAR}*)*)?|ROOTLESS(?:/{PCHAR}*)*|)"
+URI = rf"[A-Za-z][A-Za-z0-9+.\-]*:{HIER.replace('ROOTLESS', f'{PCHAR}+')}{TAIL}"
+POINTER = "(?:/(?:[^~/]|~[01])*)*"
+ATEXT = r"[A-Za-z0-9!#$%&'*+/=?^_`{|}~\-]+"
+PERIODS = r"(?:[0-9]+%s(?:[0-9]+%s(?:[0-9]+%s)?)?|[0-9]+%s(?:[0-9]+%s)?|[0-9]+%s)"
+DURATION = rf"P(?:{PERIODS % tuple('YMDMDD')}(?:T{PERIODS % tuple('HMSMSS')})?|T{PERIODS % tuple('HMSMSS')}|[0-9]+W)"
+FORMATS = {
+    "date": DAY, "time": TIME, "date-time": rf"{DAY}[tT]{TIME}", "duration": DURATION, "ipv4": IPV4, "ipv6": IPV6, "hostname": HOST,
+    "uuid": "[0-9A-Fa-f]{8}-[0-9A-Fa-f]{4}-[0-9A-Fa-f]{4}-[0-9A-Fa-f]{4}-[0-9A-Fa-f]{12}", "uri": URI,
+    "uri-reference": rf"(?:{URI}|{HIER.replace('ROOTLESS', f'(?:[{UNRESERVED}{DELIMS}@]|{PCT})+')}{TAIL})",
+    "email": rf'(?:{ATEXT}(?:\.{ATEXT})*|"(?:[ !#-\[\]-~]|\\[ -~])*")@(?:{HOST}|\[(?:{IPV4}|IPv6:{IPV6})\])',
+    "json-pointer": POINTER, "relative-json-pointer": rf"(?:0|[1-9][0-9]*)(?:#|{POINTER})",
+}
+
+
+@lru_cache(maxsize=256)
+def single(text: str, search: bool) -> Expr:
+    """A pattern that is the only constraint of a string."""
+    letters = Letters()
+    return letters.write(letters.pattern(text, search))
+
+
+if __name__ == "__main__":
+    for name, ranges in [("A", ((65, 65),)), ('"', ((34, 34),)), ("U+1F600", ((0x1F600, 0x1F600),)), ("0 to 9", ((48, 57),))]:
+        print(f"{name:>22}  {show(spelled(ranges))}")
+    print(f"{'0.25 < x <= 2':>22}  {show(Bounds(Decimal('0.25'), True, Decimal(2), False).write(False))}")
+    print(f"{'-5 to 120':>22}  {show(Bounds(Decimal(-5), False, Decimal(120), False).write(True))}")
+    made: dict[str, Expr] = {}
+    words = Letters()
+    both = [Derived(words.pattern("^a|b$")), Counted(2, 2), Derived(words.pattern("c"), False)]
+    product(both, words.atoms(words.pattern(one) for one in "abc"), "p", made, ValueError)
+    print(f"{'^a|b$, 2 long, no c':>22}  {len(made)} states")
