@@ -259,7 +259,7 @@ class Scheduler:
                                f"(context and KV pool hold {limit} tokens, prompt and output together)", "prompt")
 
     def add(self, request: Request, seed: int = 0, since: float | None = None) -> Req:
-        """Queue a request with the seed of its noise, which waits `since` then; its max_tokens is cut to what fits behind the prompt.
+        """Queue a request with the seed of its noise, which has waited since `since` (now); its max_tokens is cut to what fits behind the prompt.
 
         RequestError as `validate`, or where the id is in use.
         """

@@ -8,6 +8,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported, here 
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
+import engines  # noqa: E402
 from kernel_sets import SETS  # noqa: E402
 
 from nano_sgl import native  # noqa: E402
@@ -21,6 +22,18 @@ def demo_path() -> Path:
     """The demo model's directory; prepared once for all runs."""
     from nano_sgl import weights
     return weights.resolve("demo")
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory) -> Path:
+    """A tiny model's directory."""
+    return engines.tiny_path(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def reference(path):
+    """What the plain engine answers, of that model: request -> Answer."""
+    return engines.Reference(path)
 
 
 @pytest.fixture(scope="session")

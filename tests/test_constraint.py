@@ -28,16 +28,6 @@ MIXES = [dict(), dict(temperature=1, seed=3), dict(temperature=1.5, top_k=20, se
          dict(logit_bias={97: 30.0, 98: 30.0, 110: 30.0}), dict(logit_bias={97: 30.0, 44: 30.0}, max_tokens=40, temperature=0.5, seed=2)]
 
 
-@pytest.fixture(scope="module")
-def path(tmp_path_factory):
-    return engines.tiny_path(tmp_path_factory.mktemp("tiny"))
-
-
-@pytest.fixture(scope="module")
-def reference(path):
-    return engines.Reference(path)
-
-
 def requests_of(seed: int, count: int = 24) -> list:
     """With grammars, two thirds of them, and without."""
     rng, made = random.Random(seed), []
@@ -205,7 +195,7 @@ def test_the_end_of_a_grammar_is_the_end(path):
                            request("c", [1, 2], params(ignore_eos=False, min_tokens=20, **asked))])
     assert answers["a"].text in ("yes", "no") and answers["a"].reason == answers["b"].reason == "stop" and answers["b"].text == answers["a"].text
     shown = params(ignore_eos=True, skip_special_tokens=False, stop_token_ids=[121], **asked)
-    assert run(engine, [request("d", [1, 2], shown)])["d"].text == answers["a"].text, "an end is no text, and stop ids are ignored with the other ends"
+    assert run(engine, [request("d", [1, 2], shown)])["d"].text == answers["a"].text  # an end is no text; stop ids are ignored, too
     assert answers["c"].text == answers["a"].text and answers["c"].reason == "stop", "ends are held back while something else may come"
     engine.shutdown()
 
@@ -367,6 +357,30 @@ def test_tables_of_a_vocabulary_that_is_full_are_replaced_and_given_back(path, m
         assert re.fullmatch("[a-f]{3,}", answer.text) or answer.reason == "length"
     gc.collect()
     assert first() is None and copy() is None and len(engine.constraints._copies) == 1
+    engine.shutdown()
+
+
+def test_likely_rows_are_made_ahead_where_that_is_asked_for(path, reference):
+    """As for a GPU, whose steps are queued before the host knows what they need."""
+    engine = overlapped(path, "late", 2)
+    engine.constraints.prefetches = 4
+    asked = [request(i, prompt(9, i), params(ebnf=LIST, max_tokens=30, temperature=1, seed=i)) for i in range(4)]
+    for rid, answer in run(engine, asked).items():
+        same(answer, reference(asked[int(rid)]))
+    assert engine.stats()["grammar_rows_prefetched"] > 0
+    engine.shutdown()
+
+
+@pytest.mark.parametrize("layout, texts", [("fixed", ['{"a": [1, 2]}']), ("compact", ['{"a":[1,2]}']),
+                                           ("flexible", ['{"a": [1, 2]}', '{"a":[1,2]}', '{ "a" :\n[1,\t2] }'])])
+def test_the_layout_of_json_is_the_one_that_the_engine_was_given(path, layout, texts):
+    engine = make(path, constrained_json_whitespace=layout)
+    machine = engine.constraints.compiler.submit("json_object", None).result()
+    for text in ('{"a": [1, 2]}', '{"a":[1,2]}', '{ "a" :\n[1,\t2] }'):
+        assert (machine.step_bytes(machine.start, text.encode()) is not None) == (text in texts)
+    ask = request("a", [65], params(json_object=True, max_tokens=60, temperature=1, seed=4))
+    answer = run(engine, [ask])["a"]
+    assert machine.step_bytes(machine.start, machine.vocab.decode(answer.ids)) is not None
     engine.shutdown()
 
 

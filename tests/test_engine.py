@@ -11,16 +11,6 @@ from nano_sgl.engine import EngineConfig
 from nano_sgl.protocol import RequestError, SamplingParams
 
 
-@pytest.fixture(scope="module")
-def path(tmp_path_factory):
-    return engines.tiny_path(tmp_path_factory.mktemp("tiny"))
-
-
-@pytest.fixture(scope="module")
-def reference(path):
-    return engines.Reference(path)
-
-
 # ----------------------------------------------------------------------------------------------------------------- equivalence
 
 @pytest.mark.parametrize("flags", [

@@ -20,16 +20,6 @@ FLAGS = [dict(), dict(max_total_tokens=260, max_running_requests=8, chunked_pref
          dict(disable_radix_cache=True, chunked_prefill_size=40, max_total_tokens=400)]
 
 
-@pytest.fixture(scope="module")
-def path(tmp_path_factory):
-    return engines.tiny_path(tmp_path_factory.mktemp("tiny"))
-
-
-@pytest.fixture(scope="module")
-def reference(path):
-    return engines.Reference(path)
-
-
 def workers() -> list[threading.Thread]:
     gc.collect()
     return [t for t in threading.enumerate() if t.name == "nano_sgl worker"]

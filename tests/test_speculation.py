@@ -18,16 +18,6 @@ DRAFTERS = ("ngram", "radix", "ngram+radix")
 FEW = {65: 30.0, 66: 30.0, 67: 30.0}  # texts of three tokens repeat themselves: guesses are right now and then
 
 
-@pytest.fixture(scope="module")
-def path(tmp_path_factory):
-    return engines.tiny_path(tmp_path_factory.mktemp("tiny"))
-
-
-@pytest.fixture(scope="module")
-def reference(path):
-    return engines.Reference(path)
-
-
 def flags_of(drafter: str, length: str = "fixed", **more) -> dict:
     return dict(speculative_algorithm=drafter, speculative_draft_length=length) | more
 
