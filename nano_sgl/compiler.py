@@ -9,7 +9,7 @@ half second; and the tree of a large vocabulary takes more than all of that, onc
                     v                                        v                              v
     threads    compile, row of the start                the builder: a row, or what a state most likely leads to
                     v
-    cache      (kind, text) -> future                   of the tables in use; least recently asked for goes first
+    cache      (kind, text, options) -> future          of the tables in use; least recently asked for goes first
 
 *Tables* are those of grammar.py, with their lock: `Shared`. A vocabulary has one in use.
 
@@ -42,6 +42,7 @@ from typing import NamedTuple
 
 from . import grammar as grammars
 from .grammar import INDEX, Grammar, Shared
+from .jump import build_chain
 from .rules import GrammarError, time_limit
 from .vocab import Vocab
 
@@ -57,6 +58,7 @@ NAP_S = 30.0                    # a thread without work looks up so often: see `
 # The compile itself takes no longer, and without those collections only half as long.
 SWITCH_S = 1e-4
 WARM = (("regex", r"(?i)\d\w\s\p{L}", b""), ("json_object", None, b'{"a'))     # tables of characters, 0.1 s; the inside of a JSON string
+CHAIN = -1
 COUNTED = ("compiled", "refused", "cache_hits", "compile_s", "rows_wanted", "rows_prefetched", "rows_failed", "build_s")
 
 
@@ -81,14 +83,16 @@ class Compiler:
         self._alive: weakref.WeakValueDictionary[Hashable, Grammar] = weakref.WeakValueDictionary()     # in use, cached or not
         self._errors: weakref.WeakKeyDictionary[Grammar, dict[int, GrammarError]] = weakref.WeakKeyDictionary()  # by state: why it has no row
         self._expanded: weakref.WeakKeyDictionary[Grammar, set[int]] = weakref.WeakKeyDictionary()      # states whose successors were prefetched
+        self._chained: weakref.WeakKeyDictionary[Grammar, set[int]] = weakref.WeakKeyDictionary()       # states whose chains were asked for
         self._threads: list[threading.Thread] = []
         self._warmed, self._counts = False, dict.fromkeys(COUNTED, 0)
         self._shut = weakref.finalize(self, self._todo.close)       # closed, collected or at exit: once
 
-    def submit(self, kind: str, text) -> Future[Grammar]:
-        """The grammar to come, or the GrammarError that it is refused with; any other exception is our fault. Equal requests share it; after
-        `close` it is cancelled. A text that is no str must not change any more."""
-        key, chars = _key(kind, text)
+    def submit(self, kind: str, text, **options) -> Future[Grammar]:
+        """The grammar to come, or the GrammarError that it is refused with; any other exception is our fault. options: those of its kind, see
+        schema.py. Equal requests share it; after `close` it is cancelled. A text that is no str must not change any more."""
+        options = {"whitespace": self.whitespace, **options}
+        key, chars = _key(kind, text, options)
         with self._lock:
             shared = self._in_use()
             future, _ = self._cache.get(key) or (self._in_flight.get(key), chars)
@@ -102,7 +106,7 @@ class Compiler:
                 future = Future()
                 if key is not None:
                     self._in_flight[key] = future
-                self._todo.compiles.append(_Job(kind, text, key, chars, future))
+                self._todo.compiles.append(_Job(kind, text, options, key, chars, future))
                 self._wake(self._todo.more_compiles)
             else:
                 self._counts["cache_hits"] += 1
@@ -145,6 +149,15 @@ class Compiler:
             if not self._todo.closed:
                 self._expanded.setdefault(grammar, set()).add(index)
                 self._put_ahead([_Row(grammar, state, count)])
+
+    def jump(self, grammar: Grammar, state: int) -> None:
+        """When no row is wanted, find what is forced behind a state, and build the rows there; once for each state."""
+        index, asked = state & INDEX, self._chained.setdefault(grammar, set())
+        if index not in asked:
+            asked.add(index)
+            with self._lock:
+                if not self._todo.closed:
+                    self._put_ahead([_Row(grammar, index, CHAIN)])
 
     def wait(self, seconds: float) -> None:
         """Until some future or row is finished, at most so long; not at all if one was since the last `wait`. For one thread, one that has nothing
@@ -206,7 +219,7 @@ class Compiler:
         while len(todo.ahead) > MAX_AHEAD:
             dropped, _ = todo.ahead.popitem(last=False)
             if dropped.successors:
-                self._expanded[dropped.grammar].discard(dropped.state & INDEX)
+                (self._chained if dropped.successors == CHAIN else self._expanded)[dropped.grammar].discard(dropped.state & INDEX)
         self._wake(todo.more_rows)
 
     # ---- compile
@@ -231,10 +244,12 @@ class Compiler:
                 self._vocab.shared = Shared(self._vocab)
             return self._vocab.shared
 
-    def _make(self, kind: str, text, shared: Shared) -> Grammar:
+    def _make(self, kind: str, text, options: dict, shared: Shared) -> Grammar:
         with time_limit(time.monotonic() + self.timeout_s):
-            made = grammars.compile(kind, text, shared.tables.vocab, whitespace=self.whitespace)
+            made = grammars.compile(kind, text, shared.tables.vocab, **options)
             made.row(made.start)
+            if made.closing is not None:
+                made.closing.row(made.closing.start)
         return made
 
     def _compile(self, job: _Job) -> None:
@@ -243,7 +258,7 @@ class Compiler:
             shared = made = _attempt("what grammars share", self._tables)
         began = time.perf_counter()
         if isinstance(shared, Shared):
-            made = _attempt(f"a grammar of kind {job.kind!r}", lambda: self._make(job.kind, job.text, shared))
+            made = _attempt(f"a grammar of kind {job.kind!r}", lambda: self._make(job.kind, job.text, job.options, shared))
         with self._lock:
             self._counts["compile_s"] += time.perf_counter() - began
             self._counts["compiled"] += isinstance(made, Grammar)
@@ -271,7 +286,7 @@ class Compiler:
 
     def _warm_up(self) -> None:
         for kind, text, begin in WARM:
-            made = _attempt("a grammar to warm up with", lambda: self._make(kind, text, self._tables()))
+            made = _attempt("a grammar to warm up with", lambda: self._make(kind, text, {}, self._tables()))
             if isinstance(made, Grammar):
                 _attempt("a row to warm up with", lambda: made.row(made.step_bytes(made.start, begin) or made.start))
 
@@ -280,7 +295,9 @@ class Compiler:
     def _build(self, task: _Row, wanted: bool) -> None:
         (grammar, state, successors), began = task, time.perf_counter()
         rows, failed = grammar.tables.rows, self._errors.get(grammar, ())
-        if successors:
+        if successors == CHAIN:
+            _attempt("the chain of a state", lambda: build_chain(grammar, state))
+        elif successors:
             edges = _attempt("what follows a state", lambda: grammar.edges(state))
             ahead = [] if isinstance(edges, Exception) else dict.fromkeys(to & INDEX for to, _ in edges[:successors])
             with self._lock:
@@ -303,13 +320,15 @@ class _Job(NamedTuple):
     """A compile. key: of equal requests, None if it cannot be shared; chars: the length of its text."""
     kind: str
     text: object
+    options: dict
     key: Hashable
     chars: int
     future: Future
 
 
 class _Row(NamedTuple):
-    """To build the row of a state (its index), or, if `successors` is not 0, to have those of so many successors of the state built ahead."""
+    """To build the row of a state (its index); or, if `successors` is not 0, to have those of so many successors of the state built ahead; or, if
+    it is CHAIN, what is forced behind the state."""
     grammar: Grammar
     state: int
     successors: int = 0
@@ -372,13 +391,14 @@ def _serve(compiler: weakref.ref[Compiler], todo: _Todo, compiles: bool) -> None
 
 # ------------------------------------------------------------------------------------------------------------------------ its parts
 
-def _key(kind: object, text: object) -> tuple[Hashable, int]:
+def _key(kind: object, text: object, options: dict) -> tuple[Hashable, int]:
     """(what equal requests have in common, None if that cannot be said; the length of the text)."""
     try:
         spelled = text if isinstance(text, str) else json.dumps(text)       # objects in the order of their keys, which may mean something
+        hash(how := tuple(sorted(options.items())))
     except (TypeError, ValueError, RecursionError):
         return None, 0
-    return ((kind, isinstance(text, str), spelled) if isinstance(kind, str) else None), len(spelled)
+    return ((kind, isinstance(text, str), spelled, how) if isinstance(kind, str) else None), len(spelled)
 
 
 def _attempt(what: str, make: Callable):

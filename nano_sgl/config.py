@@ -36,6 +36,8 @@ from .eviction import EVICTION
 from .policies import POLICIES
 from .protocol import Range
 from .radix import MAX_PAGE_SIZE
+from .reasoning import STYLES
+from .tools import FORMATS
 
 ATTENTION_BACKENDS = ("torch", "cpp", "triton")  # attention.ATTENTION
 SPECULATION = ("ngram", "radix", "ngram+radix")  # of spec.DRAFTERS; LLM takes whatever is registered, and joins it by +
@@ -95,6 +97,8 @@ class EngineConfig:
     grammar_cache_size: int = flag(128, "compiled grammars that are kept for requests to come; 0 keeps none", within=Range(0, 10**6, integer=True))
     grammar_compile_timeout: float = flag(30.0, "seconds after which a request whose grammar is not ready is refused",
                                           within=Range(0, 10**6, open_low=True))
+    jump_forward: str = flag("draft", "text that a grammar forces: draft guesses it, so that a step makes all of it; retokenize appends it, at the price "
+                                      "of other texts; off samples it token by token", ("draft", "retokenize", "off"))
     kv_events: bool = flag(False, "record which blocks of KV are stored and removed, for readers in this process")
     kv_events_endpoint: str | None = flag(None, "ZeroMQ address to publish them at, such as tcp://127.0.0.1:5557; none by default")
     kv_events_replay_endpoint: str | None = flag(None, "address where subscribers get what they missed, as far as it is kept; none by default")
@@ -102,7 +106,7 @@ class EngineConfig:
 
     def __post_init__(self):
         check(self)
-        for name in ("dtype", "quantization", "speculative_draft_length", "speculative_acceptance", "constrained_json_whitespace"):
+        for name in ("dtype", "quantization", "speculative_draft_length", "speculative_acceptance", "constrained_json_whitespace", "jump_forward"):
             value, choices = getattr(self, name), type(self).__dataclass_fields__[name].metadata["choices"]
             if value is not None and value not in choices:
                 raise ValueError(f"{name} is {value!r}, expected {'one of ' * (len(choices) > 1)}{', '.join(choices)}")
@@ -152,6 +156,9 @@ class ServerConfig:
     port: int = flag(30000, "port to listen on; 0 takes a free one", within=Range(0, 65535, integer=True))
     served_model_name: str | None = flag(None, "the name clients use; what --model says by default")
     chat_template: str | None = flag(None, "a file with the chat template to use, not the model's")
+    reasoning_parser: str | None = flag(None, "how the model thinks before it answers, so that chats tell it apart; by default they do not",
+                                        tuple(STYLES))
+    tool_call_parser: str | None = flag(None, "how the model writes calls of tools; by default as its chat template shows", tuple(FORMATS))
     max_queued_requests: int | None = flag(None, "requests that may wait; more are answered 503 at once; no limit by default",
                                            within=TOKENS)
     drain_timeout: float = flag(20.0, "seconds that open calls get to finish in after SIGTERM or Ctrl-C", within=Range(0, 10**6))
@@ -159,6 +166,9 @@ class ServerConfig:
 
     def __post_init__(self):
         check(self)
+        for name, known in (("reasoning_parser", STYLES), ("tool_call_parser", FORMATS)):
+            if getattr(self, name) not in (None, *known):
+                raise ValueError(f"{name} is {getattr(self, name)!r}, expected one of {', '.join(known)}")
 
 
 def check(config) -> None:

@@ -45,16 +45,33 @@ from .rules import GrammarError
 from .spec import Step
 from .vocab import Vocab
 
+FOREVER = 2**62
+
 
 @dataclass
 class Constraint:
     """What the host knows of a request's grammar."""
     grammar: Grammar
     state: int                      # behind its last known token
+    longest: int = 0                # of the chains that it has met
+    leave_at: int = FOREVER         # tokens known from which on it thinks no more
 
     @property
     def has_row(self) -> bool:
         return self.grammar.tables.rows[self.state & INDEX] is not None
+
+    def come_to(self, state: int) -> None:
+        """Its tokens lead there, or its time for thinking was over."""
+        self.state = state
+        if self.grammar.closing is not None and not self.grammar.has(state):
+            self.grammar = self.grammar.closing
+
+    def forced(self, in_flight: bool) -> int:
+        """How many tokens are forced behind its state. in_flight: behind the state that it will have after a step more, at most, as far as can be
+        told."""
+        here = len(self.grammar.tables.chain_of.get(self.state & INDEX, ()))
+        self.longest = max(self.longest, here)
+        return self.longest if in_flight else here
 
 
 class Group(NamedTuple):
@@ -74,17 +91,22 @@ class Walked:
 class Walk:
     """The states of one step, of S rows and N nodes; without guesses there is one, the root."""
 
-    def __init__(self, constraints: Constraints, groups: Sequence[Group], rows: Tensor, step: Step | None = None):
-        """rows: [S] int64 request rows."""
+    def __init__(self, constraints: Constraints, groups: Sequence[Group], rows: Tensor, known: Tensor, step: Step | None = None):
+        """rows: [S] int64 request rows; known: [S] int64 tokens that are known at their roots."""
         self.constraints, self.groups, self.rows, self.step = constraints, groups, rows, step
         self.states = torch.full((len(rows), step.tree.tokens.shape[1] if step else 1), DEAD, dtype=torch.int64, device=rows.device)  # [S, N]
         self.ready = torch.ones(self.states.shape, dtype=torch.bool, device=rows.device)                                             # [S, N]
         for tables, at, _ in groups:
             constraints.bytes_sent += tables.refresh()
             states = constraints.states[rows[at]]
+            if constraints.budgets:
+                over = known[at, None] + (torch.zeros_like(known[at, None]) if step is None else step.tree.depth[at]) >= constraints.leave_at[rows[at], None]
+                states = tables.leave(states, over[:, 0])
             states = states[:, None] if step is None else tables.walk(states, step.tree.tokens[at], step.tree.parents[at])
             self.states[at] = states
             self.ready[at] = tables.has_row(states.flatten()).view(states.shape)
+            if constraints.budgets and step is not None:  # what would be thought beyond is not guessed
+                self.ready[at] &= ~(over & tables.thinks(states))
 
     def mask(self) -> sampling.Mask:
         """For the sampler, of the places that are sampled."""
@@ -123,15 +145,17 @@ class Constraints:
     else is for the engine's thread, but `compile`, which any may call."""
 
     def __init__(self, make_vocab: Callable[[], Vocab], max_rows: int, device: str, *, whitespace: str, cache_size: int, timeout_s: float,
-                 prefetches: int):
+                 prefetches: int, jump: bool = False):
         """timeout_s: for a compile, and for a request's wait for its grammar, queued or not. prefetches: rows that are built ahead of each new state.
-        None pay off where a step lasts longer than building a row."""
+        None pay off where a step lasts longer than building a row. jump: forced text is looked for, to be guessed."""
         self.compiler = Compiler(make_vocab, whitespace=whitespace, max_cached=cache_size, timeout_s=timeout_s)
-        self.device, self.timeout_s, self.prefetches = device, timeout_s, prefetches
+        self.device, self.timeout_s, self.prefetches, self.jump = device, timeout_s, prefetches, jump
         self.states = torch.full((max_rows,), DEAD, dtype=torch.int64, device=device)
+        self.leave_at = torch.full((max_rows,), FOREVER, dtype=torch.int64, device=device)      # see `Constraint`; of no account until there are budgets
+        self.budgets = False
         self.waiting: dict[str, Compiling] = {}
         self.held: dict[str, Constraint] = {}
-        self.bytes_sent = self.tokens = self.misses = 0
+        self.bytes_sent = self.tokens = self.misses = self.forced = 0
         self.used = False
         self._copies: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()       # Tables -> DeviceTables
 
@@ -142,7 +166,8 @@ class Constraints:
         if request.params.grammar is None:
             return None
         self.used = True
-        return self.compiler.submit(*request.params.grammar)
+        kind, text, options = request.params.grammar
+        return self.compiler.submit(kind, text, **options)
 
     def refused(self, request: Request, timeout_s: float | None = None) -> RequestError | None:
         """Why the request's grammar is refused, if it is. Waits for it, `timeout_s` at most; None: as long as requests wait for theirs."""
@@ -202,14 +227,34 @@ class Constraints:
             self._copies[tables] = DeviceTables(tables, self.device)
         return self._copies[tables]
 
+    def chains(self, groups: Sequence[Group], rows: Tensor, most: int) -> tuple[Tensor, Tensor]:
+        """The forced text behind the states of rows [S]: (tokens [S, most] int64, how many of them [S] int64)."""
+        tokens, lens = torch.zeros(len(rows), most, dtype=torch.int64, device=rows.device), torch.zeros_like(rows)
+        for tables, at, _ in groups:
+            self.bytes_sent += tables.refresh()
+            tokens[at], lens[at] = tables.chains(self.states[rows[at]], most)
+        return tokens, lens
+
     # ---- after a step
+
+    def begin(self, grammar: Grammar, request: Request) -> Constraint:
+        """Of a request that is queued."""
+        if self.jump:
+            self.compiler.jump(grammar, grammar.start)
+        if (budget := request.params.thinking_budget) is None or grammar.closing is None:
+            return Constraint(grammar, grammar.start)
+        self.budgets = True
+        return Constraint(grammar, grammar.start, leave_at=len(request.prompt_ids) + budget)
 
     def learn(self, rid: str, constraint: Constraint, state: int, missed: bool) -> GrammarError | None:
         """A row's state behind a step is known: have built what it will need. An error if it cannot be."""
         self.misses += missed
         if state == DEAD:
             return None
-        is_new, constraint.state = state != constraint.state, state
+        is_new = state != constraint.state
+        constraint.come_to(state)
+        if is_new and self.jump:
+            self.compiler.jump(constraint.grammar, state)
         if constraint.has_row:
             if is_new and self.prefetches:
                 self.compiler.prefetch(constraint.grammar, state, self.prefetches)
@@ -249,6 +294,7 @@ class Constraints:
         if not self.used:
             return {}
         return {"grammar_queue": len(self.waiting), "grammar_tokens": self.tokens, "grammar_misses": self.misses, "grammar_bytes": self.bytes_sent,
+                "forced_tokens": self.forced,
                 **self.compiler.stats()}
 
 

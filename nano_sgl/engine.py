@@ -16,7 +16,7 @@
 
 `Engine.depth` steps are in flight while the next is planned; nothing else depends on it. 0 is the plain loop, in line: run it, then process it.
 With 1, a request that ends by a stop is found one step late, and what the step in flight samples for it is dropped; one that ends by its length
-is known ahead and costs nothing. The worker is a GPU's stream, or on a CPU a thread (`Worker`).
+is known ahead and costs nothing. The worker is a GPU's stream, or on a CPU a thread (worker.py).
 
 A step that fails (out of memory, a bug in a kernel) costs its requests that step: those behind it are not run, the scheduler takes all of them
 back and runs each request of the one that failed alone, until it is past the point where that was; one that fails alone ends with the error. The
@@ -35,9 +35,7 @@ import itertools
 import logging
 import math
 import os
-import queue
 import secrets
-import threading
 import time
 import traceback
 import weakref
@@ -57,6 +55,7 @@ from .constraint import Compiling, Constraint, Constraints, Group, Walk, Walked,
 from .eviction import EVICTION
 from .events import KVEvents
 from .grammar import Grammar
+from .jump import MAX_CHAIN, retokenized
 from .masks import DEAD
 from .memory import KVPool, Packed, Rows, SlotAllocator
 from .model import ForwardBatch, Model, ModelConfig, load
@@ -65,6 +64,7 @@ from .radix import Tree, draw, view
 from .policies import POLICIES
 from .scheduler import Batch, Req, Scheduler
 from .text import TextStream
+from .worker import SHUTDOWN_S, Worker  # noqa: F401 (SHUTDOWN_S is for llm.py)
 
 log = logging.getLogger("nano_sgl")
 
@@ -74,7 +74,6 @@ NOT_FINITE = "the model's logits are not finite numbers (NaN or infinity)"
 SLOW_PATTERN = "stop_regex took too long to search the output"
 PREFETCHES = 4              # grammar rows that are built ahead of each new state, for a GPU
 IDLE_S = 0.005              # a step waits so long for grammars where there is nothing else to do
-SHUTDOWN_S = 60.0           # a job that is still running then is left behind
 
 
 @dataclass
@@ -86,6 +85,10 @@ class Stream:
     prompt_logprobs: list[Logprob] | None = None
     record: spec.Record = field(default_factory=spec.Record)  # of the guesses at its text
     constraint: Constraint | None = None      # where its grammar stands
+    rewrites: bool = False                    # ids may change until the end: jump_forward retokenize
+    rewritten: list[int] | None = None        # what they are then; the scheduler is told so once no step holds the request
+    since: int = 0                            # results of earlier steps are about other ids
+    ending: str | None = None                 # the finish reason, once the logprobs of what is forced are there
 
 
 @dataclass
@@ -127,58 +130,6 @@ class PromptPiece:
     logprobs: torch.Tensor             # [n] f32
     top_ids: torch.Tensor              # [n, k] i64
     top_logprobs: torch.Tensor         # [n, k] f32
-
-
-# ----------------------------------------------------------------------------------------------------------------------- worker
-
-class Worker:
-    """Runs jobs in the order in which they are given: on a thread of its own, or (for a GPU, whose stream is such a thread, and for the plain
-    loop) where `submit` is called.
-
-    A job that raises stops the line: what stands behind it was built on it, is not run, and ends with the same exception, until `restart`.
-    """
-
-    def __init__(self, threaded: bool):
-        self._failed: BaseException | None = None
-        self._closed = False
-        self._jobs: queue.SimpleQueue[tuple[Callable, Future] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._loop, name="nano_sgl worker", daemon=True) if threaded else None
-        if self._thread is not None:
-            self._thread.start()
-
-    def submit(self, job: Callable[[], Results]) -> Future:
-        """Its result or exception to come. After `close`: the exception at once."""
-        future: Future = Future()
-        if self._thread is None or self._closed:
-            self._run(job, future)
-        else:
-            self._jobs.put((job, future))
-        return future
-
-    def restart(self) -> None:
-        """Take jobs again after one that raised. Only when all that were submitted have ended."""
-        if not self._closed:
-            self._failed = None
-
-    def close(self) -> None:
-        """What has not begun is not run, what has begun is waited for."""
-        self._failed, self._closed = RuntimeError("the engine was shut down"), True
-        self._jobs.put(None)
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(SHUTDOWN_S)
-
-    def _run(self, job: Callable[[], Results], future: Future) -> None:
-        if self._failed is None:
-            try:
-                return future.set_result(job())
-            except BaseException as error:
-                self._failed = error
-        future.set_exception(self._failed)
-
-    def _loop(self) -> None:
-        while (asked := self._jobs.get()) is not None:
-            self._run(*asked)
-            del asked  # or it would keep the engine alive while the thread sleeps
 
 
 # ----------------------------------------------------------------------------------------------------------------------- engine
@@ -239,12 +190,14 @@ class Engine:
         self.speculation = self._speculation(max_running)
         self.constraints = Constraints(partial(make_vocab, self.tokenizer, self.end_ids, self.vocab_size, on_cpu), max_running + 1, self.device,
                                        whitespace=config.constrained_json_whitespace, cache_size=config.grammar_cache_size,
-                                       timeout_s=config.grammar_compile_timeout, prefetches=0 if on_cpu else PREFETCHES)
+                                       timeout_s=config.grammar_compile_timeout, prefetches=0 if on_cpu else PREFETCHES,
+                                       jump=config.jump_forward == "draft")
         self._seeds = np.random.default_rng(secrets.randbits(63) if config.random_seed is None else config.random_seed)
         self._sampling_key: tuple = ()
         self._sampling_batch: sampling.SamplingBatch | None = None
         self._groups: list[Group] = []
         self._outbox: list[Chunk] = []
+        self._rewriting: list[Stream] = []
         overlap = not (on_cpu if config.disable_overlap_schedule is None else config.disable_overlap_schedule)
         self.depth = int(overlap)  # steps in flight while the next is planned; at most `scheduler.reserve`
         self.worker = Worker(threaded=overlap and on_cpu)
@@ -262,12 +215,13 @@ class Engine:
                                  config.speculative_ngram_min_match_window_size)
 
     def _speculation(self, max_running: int) -> spec.Speculation | None:
-        """The drafters that were asked for."""
+        """The drafters that were asked for, and the text that grammars force."""
         c = self.config
-        if c.speculative_algorithm is None:
+        if c.speculative_algorithm is None and c.jump_forward != "draft":
             return None
         options = self._draft_options(c)
-        lengths = spec.Lengths(self._cost_curve(), options.count) if c.speculative_draft_length == "adaptive" else None
+        adaptive = c.speculative_algorithm is not None and c.speculative_draft_length == "adaptive"
+        lengths = spec.Lengths(self._cost_curve(), options.count) if adaptive else None
         return spec.Speculation(c.speculative_algorithm, options, max_running + 1, self.vocab_size, self.device, lengths)
 
     @torch.inference_mode()
@@ -360,7 +314,8 @@ class Engine:
         if params.prompt_logprobs is not None:
             prompt_logprobs = [Logprob(ids[0], None)] if params.logprob_start_len == 0 else []
         self.streams[request.rid] = Stream(req, TextStream(self.tokenizer, params, self.end_ids, req.max_new), Chunk(rid=request.rid),
-                                           prompt_logprobs, constraint=grammar and Constraint(grammar, grammar.start))
+                                           prompt_logprobs, constraint=grammar and self.constraints.begin(grammar, request),
+                                           rewrites=grammar is not None and self.config.jump_forward == "retokenize")
 
     def _queue_compiled(self) -> None:
         """Requests whose grammars are there join the queue; who has waited in vain is told."""
@@ -399,6 +354,7 @@ class Engine:
         self._queue_compiled()
         for rid in self.constraints.release():
             self.scheduler.hold(rid, False)
+        self._rewrite()
         batch = self.scheduler.next_batch(self._draft_lens())
         if batch is not None:
             self.flights.append(Flight(batch, self.worker.submit(self._job(batch))))
@@ -415,10 +371,12 @@ class Engine:
 
     def _draft_lens(self) -> dict[Req, int]:
         """How many guesses the running requests draft in the step to come."""
-        if self.speculation is None:
+        if self.speculation is None or not self.speculation.drafters and not self.constraints.used:
             return {}
-        reqs = [req for req in self.scheduler.running if req.decodes]
-        return self.speculation.choose(reqs, [self.streams[req.rid].record for req in reqs], self.scheduler.tree, bool(self.flights))
+        reqs, in_flight = [req for req in self.scheduler.running if req.decodes], bool(self.flights)
+        streams = [self.streams[req.rid] for req in reqs]
+        forced = [one.constraint.forced(in_flight) if one.constraint and self.constraints.jump else 0 for one in streams]
+        return self.speculation.choose(reqs, [one.record for one in streams], forced, self.scheduler.tree, in_flight)
 
     def _end_late_requests(self) -> None:
         for req in self.scheduler.expire():
@@ -445,9 +403,9 @@ class Engine:
         picked, drafts = np.flatnonzero(batch.samples), None
         if batch.draft_lens.any():
             drafts = self.speculation.plan([batch.reqs[i] for i in picked], batch.draft_lens[picked], ends[picked] - 1, batch.limits[picked])
-        begun = [(req.row, one.state) for req in batch.started if (one := self.streams[req.rid].constraint)]
+        begun = [(req.row, one.state, one.leave_at) for req in batch.started if (one := self.streams[req.rid].constraint)]
         packed = Packed([*batch.writes.arrays(), *batch.writes.late(), batch.rows, batch.q_lens, batch.store_from, batch.limits, of_token, offset,
-                         ends - 1, picked, *np.array(begun, np.int64).reshape(-1, 2).T, *(drafts.packed if drafts else ())], self.device)
+                         ends - 1, picked, *np.array(begun, np.int64).reshape(-1, 3).T, *(drafts.packed if drafts else ())], self.device)
         return Plan(work, packed, bool((batch.store_from > batch.starts).any()), bool((batch.kv_bounds > batch.limits).any()),
                     int(batch.kv_bounds.max()) + 1, drafts, [self.streams[batch.reqs[i].rid].constraint for i in picked])
 
@@ -456,13 +414,14 @@ class Engine:
         """Run a step. Everything here is work in stream order; no value of the device is read, and of the host's only what the plan fixed:
         a request of the batch keeps its row until the step has landed, and gets no token before that."""
         began, rows, arrays = self._mark(), self.rows, plan.packed.send()
-        writes, copies, late, places, begun, guessed = (arrays[a:b] for a, b in itertools.pairwise((0, 8, 10, 13, 21, 23, len(arrays))))
+        writes, copies, late, places, begun, guessed = (arrays[a:b] for a, b in itertools.pairwise((0, 8, 10, 13, 21, 24, len(arrays))))
         row_ids, q_lens, _, _, _, _, last, picked = places
         rows.put(*writes)
         for req in batch.started:
             self.sampler.set_row(req.row, req.params, req.seed, req.prompt, req.output_ids, self.end_ids)
-        self.constraints.states[begun[0]] = begun[1]
+        self.constraints.states[begun[0]], self.constraints.leave_at[begun[0]] = begun[1], begun[2]
         start = rows.length[row_ids].long()                        # [B] i64
+        params = self._sampling_params(batch, plan) if len(picked) else None
         step, guesses = self._place(plan, places, guessed, start)
         hidden = self.model.forward(step, self.kv)                 # [T, E]
         self.kv.copy(*copies)                                      # now that what is copied is there, also where this step has computed it
@@ -471,8 +430,8 @@ class Engine:
         ends = start + q_lens                                      # [B] i64 each row's length after the step
         if len(picked):
             logits = self.model.logits(hidden[last[picked] if guesses is None else guesses.at])  # [S or M, V] f32
-            params = self._sampling_params(batch, plan)
-            walk = Walk(self.constraints, self._groups, row_ids[picked], guesses) if self._groups else None
+            known = ends[picked] if guesses is None else guesses.base + 1
+            walk = Walk(self.constraints, self._groups, row_ids[picked], known, guesses) if self._groups else None
             if guesses is not None:
                 ends[picked] = self._verify(guesses, logits, row_ids[picked], params, walk, results)
             else:
@@ -481,7 +440,7 @@ class Engine:
                 if walk is not None:
                     results.walked = walk.finish(results.sampled.tokens)
                     ends[picked] -= results.walked.missed.long()
-        if self.speculation is not None and len(picked):
+        if guesses is not None or len(picked) and self.speculation is not None and self.speculation.drafters:
             self._draft(row_ids[picked], ends[picked] + 1, plan, results)
         rows.length[row_ids] = ends.to(torch.int32)
         return results if self.device == "cpu" else _to_host(results)
@@ -494,7 +453,8 @@ class Engine:
         cols = start[of_token] + offset                            # [T] i64 column of each token
         token_rows, positions, tree, guesses = row_ids[of_token], cols, (), None  # [T] i64 each
         if plan.drafts is not None:
-            guesses = self.speculation.step(plan.drafts, guessed, rows.tokens, row_ids[picked], (start + q_lens)[picked], plan.columns)
+            guesses = self.speculation.step(plan.drafts, guessed, rows.tokens, row_ids[picked], (start + q_lens)[picked], plan.columns,
+                                            self._chains(row_ids[picked]))
             base = guesses.base
             cols = cols.index_copy(0, guesses.at, guesses.columns)
             positions = cols.index_copy(0, guesses.at, guesses.positions)
@@ -541,14 +501,20 @@ class Engine:
                 pick = (lambda part: part[moved]) if self.device == "cpu" else lambda part: torch.where(moved, part, 0).flatten()  # on a GPU: no wait
                 self.kv.copy(pick(sources).long(), pick(slots).long())
         results.sampled = sampled
-        results.judged = spec.Judged(found.order, found.counts, tree.sizes - 1, tree.depth.amax(1))
+        results.judged = spec.Judged(found.order, found.counts, tree.sizes - 1, tree.depth.amax(1), guesses.forced)
         return guesses.base + lens
+
+    def _chains(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """The text that grammars force behind what rows hold, if any has a grammar."""
+        return self.constraints.chains(self._groups, rows, MAX_CHAIN) if self._groups and self.constraints.jump else None
 
     def _draft(self, rows: torch.Tensor, known: torch.Tensor, plan: Plan, results: Results) -> None:
         """Guess how rows go on that have sampled; `known` tokens of each are there."""
         results.marks.append(self._mark())
-        tokens = self.rows.tokens[rows, :plan.columns + (plan.drafts.nodes if plan.drafts else 1)]
-        results.next = spec.Next(*self.speculation.draft(rows, tokens, known))
+        if self.speculation.drafters:
+            chains = self._chains(rows)
+            room = (plan.drafts.nodes if plan.drafts else 1) + (0 if chains is None else MAX_CHAIN)
+            results.next = spec.Next(*self.speculation.draft(rows, self.rows.tokens[rows, :plan.columns + room], known, chains))
         results.marks.append(self._mark())
 
     def _sampling_params(self, batch: Batch, plan: Plan) -> sampling.SamplingBatch:
@@ -566,12 +532,13 @@ class Engine:
         for req, start, q_len, owed in zip(batch.reqs, batch.starts.tolist(), batch.q_lens.tolist(), batch.owed_from.tolist()):
             if owed >= 0:
                 first = max(start, owed - 1)  # the state at column c predicts the token at c + 1
-                last = min(start + q_len, req.prompt_len - 1)
+                last, ids = min(start + q_len, req.scored_len - 1), req.ids()
+                k = req.params.prompt_logprobs if owed < req.prompt_len else req.params.logprobs
                 for c in range(first, last, HEAD_ROWS):
                     n = min(HEAD_ROWS, last - c)
                     at = first_token + c - start
-                    targets, = Packed([req.prompt[c + 1:c + 1 + n]], self.device).send()
-                    results = sampling.prompt_logprobs(self.model.logits(hidden[at:at + n]), targets, req.params.prompt_logprobs)
+                    targets, = Packed([ids[c + 1:c + 1 + n]], self.device).send()
+                    results = sampling.prompt_logprobs(self.model.logits(hidden[at:at + n]), targets, k)
                     found.append(PromptPiece(req, c + 1, *results))
             first_token += q_len
         return found
@@ -615,12 +582,16 @@ class Engine:
         tokens, finished, spoiled, paths = [], [], [], []
         for req, samples, complete in zip(batch.reqs, batch.samples.tolist(), batch.complete.tolist()):
             new, logprobs, bad, path = next(sampled) if samples else ([], None, False, [])
-            outcome = next(outcomes) if samples and results.next is not None else None
+            outcome = next(outcomes, None) if samples else None
             state, missed = next(walked) if samples and results.walked is not None else (DEAD, False)
             stream = self.streams.get(req.rid)
             kept, reason, error = 0, None, None
             if stream is None or stream.req is not req:
                 reason = "gone"  # ended since the launch: what the step sampled for it is dropped
+            elif batch.step < stream.since:
+                new = path = []
+            elif samples and stream.ending and not missed:
+                reason = stream.ending
             elif samples:
                 kept, reason, error = self._advance(stream, new, logprobs)
                 self.constraints.tokens += kept * (stream.constraint is not None)
@@ -633,6 +604,8 @@ class Engine:
                         spoiled.append(req)
                 elif stream.constraint is not None and not reason:
                     reason, error = self._follow(stream, state, missed)
+                    if stream.rewrites and kept and not reason:
+                        reason = self._jump(stream)
             elif complete and req.max_new == 0:
                 reason = "length"
             if reason and reason != "gone":
@@ -648,8 +621,9 @@ class Engine:
         for piece in pieces:
             stream = self.streams.get(piece.req.rid)
             if stream is not None and stream.req is piece.req:
-                ids = piece.req.prompt[piece.position:piece.position + len(piece.logprobs)].tolist()
-                stream.prompt_logprobs += _logprobs(ids, piece.logprobs, piece.top_ids, piece.top_logprobs)
+                ids = piece.req.ids()[piece.position:piece.position + len(piece.logprobs)].tolist()
+                into = stream.prompt_logprobs if piece.position < piece.req.prompt_len else stream.unsent.logprobs
+                into += _logprobs(ids, piece.logprobs, piece.top_ids, piece.top_logprobs)
 
     def _sampled(self, batch: Batch, results: Results) -> Iterator[tuple[list[int], list[Logprob] | None, bool, list[int]]]:
         """Per sampling row, in order: its tokens, their logprobs, whether the logits behind them were no numbers, and which guesses were
@@ -673,7 +647,7 @@ class Engine:
 
     def _outcomes(self, results: Results) -> Iterator[spec.Outcome]:
         """Per sampling row of a step, what became of its guesses, and which there are for the next."""
-        if results.next is None:
+        if len(results.marks) == 1:
             return iter(())
         began, drafting, drafted = results.marks
         seconds = (lambda a, b: b - a) if self.device == "cpu" else (lambda a, b: a.elapsed_time(b) / 1000)
@@ -684,6 +658,44 @@ class Engine:
         error = self.constraints.learn(stream.req.rid, stream.constraint, state, missed)
         self.scheduler.hold(stream.req.rid, stream.req.rid in self.constraints.held)
         return ("error", refusal(stream.req.request, error)) if error is not None else (None, None)
+
+    def _jump(self, stream: Stream) -> str | None:
+        """Append the text that a grammar forces behind a request's output, both tokenised anew: a reason, where it is the end. One more token is left to
+        be sampled. Tokens of the steps in flight are dropped."""
+        old, constraint, req = stream.unsent.output_ids, stream.constraint, stream.req
+        if (made := retokenized(constraint.grammar, constraint.state, old)) is None:
+            return None
+        ids, params = made[0][:max(req.max_new - 1, len(old))], stream.text.params
+        text = TextStream(self.tokenizer, params, self.end_ids, req.max_new)
+        text.skip(stream.text)
+        reason = next((why for token in ids if (why := text.push(token))), None)
+        ids = ids[:text.count]
+        if len(ids) <= len(old) and not reason:
+            return None
+        same = next((i for i, (a, b) in enumerate(zip(old, ids)) if a != b), min(len(old), len(ids)))
+        stream.record.forced += max(len(ids) - len(old), 0)
+        stream.text, stream.unsent.output_ids, stream.rewritten, stream.since = text, ids, list(ids), self.scheduler.step + 1
+        if stream.unsent.logprobs is not None:
+            del stream.unsent.logprobs[same:]
+        elif reason:
+            return reason
+        stream.ending = reason
+        state, vocab = made[1], constraint.grammar.vocab
+        if len(ids) < len(made[0]):
+            state = constraint.grammar.step_bytes(constraint.state, vocab.decode(ids)[len(vocab.decode(old)):])
+        self.constraints.learn(req.rid, constraint, state, False)
+        self.scheduler.hold(req.rid, True)
+        self._rewriting.append(stream)
+        return None
+
+    def _rewrite(self) -> None:
+        """The scheduler gets outputs that were tokenised anew, once no step holds the requests."""
+        late = [stream for stream in self._rewriting if stream.req.in_flight and self.streams.get(stream.req.rid) is stream]
+        for stream in self._rewriting:
+            if stream not in late and self.streams.get(stream.req.rid) is stream:
+                self.scheduler.rewrite(stream.req, stream.rewritten, stream.req.params.logprobs is not None)
+                self.scheduler.hold(stream.req.rid, False)
+        self._rewriting = late
 
     @staticmethod
     def _advance(stream: Stream, tokens: list[int], logprobs: list[Logprob] | None) -> tuple[int, str | None, RequestError | str | None]:
@@ -709,6 +721,8 @@ class Engine:
     def _take(self, stream: Stream, final: bool = False) -> Chunk:
         """What can be handed out now."""
         chunk, stream.unsent = stream.unsent, Chunk(rid=stream.unsent.rid)
+        if stream.rewrites and not final:
+            stream.unsent.output_ids, stream.unsent.logprobs, chunk.output_ids, chunk.logprobs = chunk.output_ids, chunk.logprobs, [], None
         chunk.text = stream.text.take(final)
         chunk.cached_tokens = stream.req.cached_tokens or 0
         chunk.prompt_logprobs, stream.prompt_logprobs = stream.prompt_logprobs, None
@@ -720,8 +734,11 @@ class Engine:
         chunk.finish_reason, chunk.stop_reason, chunk.error, chunk.status = reason, stream.text.stop_reason, error, status
         if isinstance(error, RequestError):
             chunk.error, chunk.status, chunk.param = error.message, error.status, error.param
-        if self.speculation is not None:
-            chunk.speculation = stream.record.summary()
+        shown = stream.record.summary() if self.speculation is not None and self.speculation.drafters else {}
+        if stream.constraint is not None:
+            self.constraints.forced += stream.record.forced
+            shown |= {"forced_tokens": stream.record.forced, "jump_forward_steps_saved": stream.record.forced}
+        chunk.speculation = shown or None
         self._outbox.append(chunk)
         self.constraints.forget(stream.req.rid)
         del self.streams[stream.req.rid]
@@ -744,14 +761,14 @@ class Engine:
                   "max_running_requests": s.max_running, "max_total_tokens": s.slots.capacity, "chunked_prefill_size": s.token_budget,
                   "disable_overlap_schedule": not self.depth, "attention_backend": self.attention_backend, "threads": torch.get_num_threads(),
                   "schedule_policy": s.policy_name}
-        if self.speculation is not None:
+        if self.config.speculative_algorithm is not None:
             chosen["speculative_eagle_topk"] = self.speculation.options.branches
         return {**asdict(self.config), **chosen}
 
     def stats(self) -> dict:
         """Counts for the log line and the info routes. Tokens, requests; rates are the reader's to make."""
         s = self.scheduler
-        guesses = {} if self.speculation is None else self.speculation.total.summary()
+        guesses = {} if self.speculation is None or not self.speculation.drafters else self.speculation.total.summary()
         waiting = len(s.waiting) + len(self.constraints.waiting)
         return {"running": len(s.running), "waiting": waiting, "kv_capacity": s.slots.capacity, "kv_free": s.slots.available,
                 "kv_cached": s.tree.evictable, "kv_locked": s.tree.protected, **vars(s.counters), **guesses, **self.constraints.stats()}
@@ -776,7 +793,7 @@ class Engine:
         if any(flight.results.exception() for flight in self.flights):
             return  # the rows are behind the host, which is about to find out
         for req in self.scheduler.running:
-            if req.row in self.scheduler.unwritten_rows:
+            if req.row in self.scheduler.unwritten_rows or not req.leaving and self.streams[req.rid] in self._rewriting:
                 continue
             row, tree = req.row, self.scheduler.tree
             length = int(self.rows.length[row])

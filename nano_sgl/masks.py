@@ -11,6 +11,7 @@ int64, index of its row | count << 32:
     mask     for all tokens of a row of logits: -inf where no line holds; end ids by the count alone
     advance  for one token a row: the next state, DEAD where no line holds
     walk     for the nodes of a draft tree, each from the state of its parent
+    chains   for rows, the forced text that follows their states (jump.py)
 
 `refresh` brings over what the host has appended. It takes no lock: a row counts once its state is in `Tables.built`, which is the last thing that the
 host does for it. Read in this order, the list first, what a row points to is there when the row is.
@@ -93,7 +94,10 @@ class DeviceTables:
         self._shapes, self._firsts, self._others = grow(torch.int32, 3), grow(torch.int32), grow(torch.int32)   # of maps, for C++: see cpu/mask.h
         ends = torch.tensor(tables.vocab.end_ids, dtype=torch.int64, pin_memory=self.device.type == "cuda")
         self._ends = ends.to(self.device, non_blocking=True)
+        self._chains, self._chain_tokens = grow(torch.int32, 2), grow(torch.int32)      # [S, 2] int32: start, length; length 0: none
         self._built = 0             # rows that are here
+        self._chained = 0           # and chains
+        self._exits, self._left = grow(torch.int32, fill=-1), 0     # [S] int32: where a state is left to, see `leave`; how many are here
         self._longest = 1           # lines of a value, at most
         self._widest = 0            # overrides of a row, at most
         self._classes = 1           # of a map, at most
@@ -109,8 +113,45 @@ class DeviceTables:
     def refresh(self) -> int:
         """Bring over what the host has appended since. Returns the bytes sent. Other threads may append meanwhile."""
         tables = self.tables
-        if tables is None or len(tables.built) == self._built:
+        if tables is None:
             return 0
+        chains = tables.chains.since(self._chained)     # first: their rows are there already
+        sent = self._bring_rows(tables) if len(tables.built) != self._built else 0
+        if len(exits := tables.exits.since(self._left)):
+            self._exits.reserve(int(exits[:, 0].max()) + 2)
+            there = torch.from_numpy(exits.copy()).to(self.device, non_blocking=True)
+            self._exits.data.index_copy_(0, there[:, 0].long(), there[:, 1])
+            self._left += len(exits)
+        return sent + (self._bring_chains(tables, chains) if len(chains) else 0)
+
+    def _bring_chains(self, tables: Any, chains: np.ndarray) -> int:
+        """chains: [n, 3] state, start, length."""
+        tokens = tables.chain_tokens.since(self._chain_tokens.size)
+        buffer = torch.empty(chains.size + len(tokens), dtype=torch.int32, pin_memory=self.device.type == "cuda")
+        np.concatenate([chains.ravel(), tokens], out=buffer.numpy())
+        chains_there, tokens_there = buffer.to(self.device, non_blocking=True).split([chains.size, len(tokens)])
+        self._chain_tokens.append(tokens_there)
+        self._chains.reserve(int(chains[:, 0].max()) + 2)
+        self._chains.data.index_copy_(0, chains_there.view(-1, 3)[:, 0].long(), chains_there.view(-1, 3)[:, 1:])
+        self._chained += len(chains)
+        return buffer.nbytes
+
+    def chains(self, states: torch.Tensor, most: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The forced text behind states [N]: (tokens [N, most] int64, how many of them [N] int64); behind those stands anything."""
+        start, lens = self._chains.data[(states & INDEX).clamp(max=len(self._chains.data) - 1)].long().unbind(1)
+        at = start[:, None] + torch.arange(most, device=self.device)
+        return self._chain_tokens.data[at.clamp(max=len(self._chain_tokens.data) - 1)].long(), lens.clamp(max=most)
+
+    def leave(self, states: torch.Tensor, over: torch.Tensor) -> torch.Tensor:
+        """The states [N] with which a step begins whose time for thinking is `over` [N] bool: those in which a model thinks are left."""
+        to = self._exits.data[(states & INDEX).clamp(max=len(self._exits.data) - 1)].long()
+        return torch.where(over & (to >= 0), to, states)
+
+    def thinks(self, states: torch.Tensor) -> torch.Tensor:
+        """Whether a model thinks in states [N]: [N] bool."""
+        return self._exits.data[(states & INDEX).clamp(max=len(self._exits.data) - 1)] >= 0
+
+    def _bring_rows(self, tables: Any) -> int:
         built = len(tables.built)
         rows = np.array(tables.built[self._built : built], np.int32)        # first: what they point to is there already
         maps = tables.maps[self._maps.size :]
@@ -428,7 +469,7 @@ def _demo() -> None:
     lines = pool([1, 0, -1, 0], [0, 2, 0, KEEP | 1 << ADD_SHIFT], [0, 1, 0, KEEP | 2 << ADD_SHIFT], [1, 3, 1, 0], [0, 2, 1, 0])
     tables = type("Tables", (SimpleNamespace,), {})(
         vocab=SimpleNamespace(size=6, end_ids=(5,)), maps=classes, class_sizes=[np.bincount(c) for c in classes], vec=pool(0, 1, 2, 3, 0),
-        lines=lines, over_token=pool(4), over_value=pool(4), states=pool([1, 0, 0, 1, 2**31 - 1], [0, 4, 1, 1, 0]), built=[0, 1])
+        chains=pool(), exits=pool(), lines=lines, over_token=pool(4), over_value=pool(4), states=pool([1, 0, 0, 1, 2**31 - 1], [0, 4, 1, 1, 0]), built=[0, 1])
     device = DeviceTables(tables, "cpu")
     states = torch.tensor([*(count << COUNT_SHIFT for count in range(4)), 1, DEAD])
     logits = torch.zeros(len(states), 6)

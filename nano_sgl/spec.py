@@ -21,7 +21,8 @@ slots first; where pages hold several slots, KV is moved among the row's own col
 
 Drafters are registered by name. A *device* drafter looks at the rows after a step and leaves its guesses for the next one on the device: `ngram`.
 A *host* drafter speaks one step early, of the last token that the host knows; the device keeps the branch that was really sampled: `radix`. Names
-joined by "+" are merged into one tree. Guesses stand in order of their score, parents before children, so the best n are the first n.
+joined by "+" are merged into one tree. Where a grammar forces text (jump.py), that comes first: a chain from the root, at whose end the guesses of
+device drafters grow. Guesses stand in order of their score, parents before children, so the best n are the first n.
 
 Length. `Lengths` weighs what a draft is likely to win, by how often the request's last guesses were right, against what its tokens cost on this
 machine, t(tokens), measured at the start; it drafts nothing where that does not pay.
@@ -418,9 +419,11 @@ class Record:
     right: float = 0.0              # recent guesses that were right, and that were judged: they fade
     judged: float = 0.0
     ready: int = 0                  # guesses of device drafters for the step after the last one that the host knows
+    grown: int = 0                  # behind so many tokens of forced text
     found: int = 0                  # and of all drafters
     first: int = -1                 # the best of them
     quality: int = 0
+    forced: int = 0                 # tokens of forced text that were guessed right; no other number counts them
     draft_s: float = 0.0            # seconds that making guesses took,
     verify_s: float = 0.0           # and the steps that verified some
 
@@ -456,8 +459,8 @@ class Lengths:
         self.cost, self.count = cost, count
         self.right, self.judged = np.full(MAX_QUALITY + 1, 1.0), np.full(MAX_QUALITY + 1, 2.0)  # by quality
 
-    def choose(self, records: Sequence[Record], found: Sequence[int]) -> list[int]:
-        """Guesses for each row of a step; `found`: how many it has, or may have."""
+    def choose(self, records: Sequence[Record], found: Sequence[int], forced: Sequence[int] = ()) -> list[int]:
+        """Guesses for each row of a step, `forced` text that is drafted anyway left out; `found`: how many it has, or may have."""
         if not any(found):
             return [0] * len(records)
         prior = self.right / self.judged
@@ -465,8 +468,9 @@ class Lengths:
         steps = np.arange(1, self.count + 1)
         wins = np.where(steps <= np.array(found)[:, None], rate[:, None] ** steps, 0.0).ravel()
         order = np.argsort(-wins, kind="stable")
-        expected = len(records) + np.concatenate(([0.0], np.cumsum(wins[order])))
-        speed = expected / self.cost(len(records) + np.arange(len(expected)))
+        anyway = len(records) + sum(forced)
+        expected = anyway + np.concatenate(([0.0], np.cumsum(wins[order])))
+        speed = expected / self.cost(anyway + np.arange(len(expected)))
         most = int(speed.argmax())
         if speed[most] < self.WORTH * speed[0]:
             return [0] * len(records)
@@ -498,6 +502,7 @@ class Step:
     """The guesses of a step on the device, of S rows that sample. M nodes: their roots and guesses, padding too."""
     tree: DraftTree                 # of S rows
     base: Tensor                    # [S] int64 column of the root
+    forced: Tensor                  # [S] int64 guesses of forced text: nodes 1 to there
     at: Tensor                      # [M] int64 of each node: which of the step's tokens it is,
     row: Tensor                     # [M] int64  whose it is, of S,
     node: Tensor                    # [M] int64  and its number in the tree
@@ -535,6 +540,7 @@ class Judged:
     counts: Tensor                  # [S] int64, guesses that were right
     drafted: Tensor                 # [S] int64, guesses that were judged
     deepest: Tensor                 # [S] int64, how many of them could have been right
+    forced: Tensor                  # [S] int64, how many of those were forced text
 
 
 @dataclass
@@ -542,17 +548,21 @@ class Next:
     """What a step leaves for the host of the guesses for the next one, of S rows."""
     found: Tensor                   # [S] int64, how many there are,
     first: Tensor                   # [S] int64  the best of them,
-    quality: Tensor                 # [S] int64  and how good they are
+    quality: Tensor                 # [S] int64  and how good they are; they stand behind
+    grown: Tensor                   # [S] int64  so many tokens of forced text
 
 
 class Outcome(NamedTuple):
-    """Of one row: guesses that were judged, how many of them could have been right; of those for the next step how many there are, the best, their
-    quality; seconds of the step: of making those, and of the rest where any were judged."""
+    """Of one row: guesses that were judged, how many of them could have been right, how many of those were forced text; of those for the next step
+    how many there are, the best, their quality, how much forced text stands before them; seconds of the step: of making those, and of the rest where
+    any were judged."""
     drafted: int
     deepest: int
+    forced: int
     found: int
     first: int
     quality: int
+    grown: int
     draft_s: float
     verify_s: float
 
@@ -563,26 +573,29 @@ class Speculation:
     `lengths`: None drafts `options.count` guesses wherever there are some. `max_rows`: as of the device rows.
     """
 
-    def __init__(self, algorithm: str, options: DraftOptions, max_rows: int, vocab_size: int, device: str, lengths: Lengths | None):
+    def __init__(self, algorithm: str | None, options: DraftOptions, max_rows: int, vocab_size: int, device: str, lengths: Lengths | None):
+        """algorithm: names of drafters, None: forced text alone is guessed."""
         self.options, self.vocab_size, self.lengths = options, vocab_size, lengths
-        drafters = make_drafters(algorithm, options)
+        self.drafters = drafters = [] if algorithm is None else make_drafters(algorithm, options)
         self.ahead = [d for d in drafters if hasattr(d, "draft")]
         self.host = [d for d in drafters if hasattr(d, "propose")]
-        self.branching = options.branches > 1 or len(drafters) > 1
+        self.branching = bool(drafters) and (options.branches > 1 or len(drafters) > 1)
         # Of each row, for its next step. Written in place, so nothing that a tree derives is asked of it
         self.ready = no_guesses(torch.zeros(max_rows, dtype=torch.int64, device=device), options.count)
         self.scores = torch.ones(self.ready.tokens.shape, device=device)
+        self.grown = torch.zeros(max_rows, dtype=torch.int64, device=device)     # tokens of forced text before them
         self.total = Record()  # of all requests
         self.proposals: dict[Req, tuple[list[int], list[int], list[float]]] = {}
 
     # ---- on the host, as a step is planned
 
-    def choose(self, reqs: Sequence[Req], records: Sequence[Record], tree: Tree, in_flight: bool) -> dict[Req, int]:
-        """How many guesses each of the rows may draft in the step to come. in_flight: the host does not know the last step's tokens."""
+    def choose(self, reqs: Sequence[Req], records: Sequence[Record], forced: Sequence[int], tree: Tree, in_flight: bool) -> dict[Req, int]:
+        """How many guesses each of the rows may draft in the step to come. forced: tokens that a grammar forces, all of which are drafted; in_flight:
+        the host does not know the last step's tokens."""
         self.proposals.clear()
         found = []
-        for req, record in zip(reqs, records):
-            count = record.ready
+        for req, record, first in zip(reqs, records, forced):
+            count = record.ready if in_flight or record.grown == first else 0    # else it has become known since that more is forced
             if self.host:
                 made = self._propose(req, tree, in_flight)
                 if made[0]:
@@ -592,29 +605,35 @@ class Speculation:
                         record.first, record.quality = made[0][0], 15
             found.append(min(self.options.count, count) if not in_flight else self.options.count * (count > 0))
             record.found = count
-        chosen = found if self.lengths is None else self.lengths.choose(records, found)
-        return {req: count for req, count in zip(reqs, chosen) if count}
+        chosen = found if self.lengths is None else self.lengths.choose(records, found, forced)
+        return {req: min(count + first, MAX_NODES - 1) for req, count, first in zip(reqs, chosen, forced) if count + first}
 
-    def outcomes(self, judged: Judged | None, coming: Next, draft_s: float, rest_s: float) -> Iterator[Outcome]:
-        """A step's results, a row that sampled after the other. Seconds of making the guesses for the next, and of all before."""
+    def outcomes(self, judged: Judged | None, coming: Next | None, draft_s: float, rest_s: float) -> Iterator[Outcome]:
+        """A step's results, a row that sampled after the other; of at least one of the two. Seconds of making the guesses for the next, and of all
+        before."""
         spent = draft_s, rest_s if judged is not None else 0.0
         self.total.draft_s, self.total.verify_s = self.total.draft_s + spent[0], self.total.verify_s + spent[1]
-        none = [0] * len(coming.found)
-        counts = (none, none) if judged is None else (judged.drafted.tolist(), judged.deepest.tolist())
-        return (Outcome(*row, *spent) for row in zip(*counts, coming.found.tolist(), coming.first.tolist(), coming.quality.tolist()))
+        lists = lambda part, *names: zip(*(getattr(part, name).tolist() for name in names))
+        ours = itertools.repeat((0, 0, 0)) if judged is None else lists(judged, "drafted", "deepest", "forced")
+        theirs = itertools.repeat((0, -1, 0, 0)) if coming is None else lists(coming, "found", "first", "quality", "grown")
+        return (Outcome(*mine, *those, *spent) for mine, those in zip(ours, theirs))
 
     def learn(self, record: Record, outcome: Outcome, tokens: Sequence[int], kept: int, first: bool) -> None:
         """A row has sampled `tokens`, all but the last of which were guessed right; a stop or a limit leaves `kept` of them. first: they are the
         first of the request, so nothing was guessed."""
         deepest = outcome.deepest if kept == len(tokens) else kept - 1
-        if self.lengths is not None:
-            self.lengths.learn(record, deepest, tokens[:kept])
+        forced = min(outcome.forced, kept - 1)
+        if self.lengths is not None and forced == outcome.forced:  # or what else was guessed had no chance
+            self.lengths.learn(record, deepest - forced, tokens[forced:kept])
+        record.grown = outcome.grown
         record.ready, record.first, record.quality = outcome.found, outcome.first, min(max(outcome.quality, 0), MAX_QUALITY)
         record.found = record.ready
         record.draft_s, record.verify_s = record.draft_s + outcome.draft_s, record.verify_s + outcome.verify_s
         if not first:
             for counted in (record, self.total):
-                counted.add(outcome.drafted, deepest, kept - 1)
+                counted.forced += forced
+                if forced == outcome.forced:
+                    counted.add(outcome.drafted - forced, deepest - forced, kept - 1 - forced)
 
     def _propose(self, req: Req, tree: Tree, in_flight: bool) -> tuple[list[int], list[int], list[float]]:
         rest = req.key()[TOKEN_BYTES * req.node.end:]
@@ -651,9 +670,10 @@ class Speculation:
 
     # ---- on the device, in the order of the stream
 
-    def step(self, drafts: Drafts, arrays: Sequence[Tensor], tokens: Tensor, rows: Tensor, known: Tensor, columns: int) -> Step:
+    def step(self, drafts: Drafts, arrays: Sequence[Tensor], tokens: Tensor, rows: Tensor, known: Tensor, columns: int,
+             chains: tuple[Tensor, Tensor] | None = None) -> Step:
         """The guesses of a step. arrays: `Drafts.packed`; tokens [R, C]: of all rows; rows [S]; known [S]: tokens of each that are there, and
-        guesses at most, less than `columns`."""
+        guesses at most, less than `columns`; chains: forced text behind those, (tokens [S, K] int64, how many [S] int64)."""
         at, row, node, counts, limits, *host = arrays
         base, most = known - 1 - counts, drafts.nodes - 1
         roots = tokens[rows, base].long()
@@ -661,7 +681,10 @@ class Speculation:
         if self.ahead:
             ready = self.ready.tokens[rows]
             ready[:, 0] = roots
-            made.append((DraftTree(ready, self.ready.parents[rows], self.ready.sizes[rows]), self.scores[rows]))
+            sizes = self.ready.sizes[rows] if chains is None else torch.where(self.grown[rows] == chains[1], self.ready.sizes[rows], 1)
+            made.append((DraftTree(ready, self.ready.parents[rows], sizes), self.scores[rows]))
+        if chains is not None:
+            made = [graft(roots, *chains, *(made[0] if made else (no_guesses(roots, 0), torch.ones(len(rows), 1, device=rows.device))))]
         if host:
             made.append(reroot(*(part.view(len(rows), -1) for part in host[:3]), *host[3:], tokens[rows, :columns], base))
         tree = made[0][0] if len(made) == 1 else merge(made, most)[0] if made else no_guesses(roots, most)
@@ -670,19 +693,40 @@ class Speculation:
         before = torch.arange(-1, most, device=rows.device)  # whoever made the tree: its tokens exist, and its parents come first
         tree = DraftTree(wide(tree.tokens).clamp(0, self.vocab_size - 1), torch.minimum(wide(tree.parents), before).clamp(min=0),
                          tree.sizes.clamp(1, most + 1)).first(room)
-        return Step(tree if self.branching else tree.chain(), base, at, row, node)
+        tree = tree if self.branching else tree.chain()
+        return Step(tree, base, torch.zeros_like(base) if chains is None else torch.minimum(chains[1], tree.sizes - 1), at, row, node)
 
-    def draft(self, rows: Tensor, tokens: Tensor, known: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Guess how the rows go on after a step, and keep it for the next. rows [S]; tokens [S, C]; known [S]: tokens of each that are there.
-        Returns (how many guesses, the best, their quality), [S] int64 each."""
+    def draft(self, rows: Tensor, tokens: Tensor, known: Tensor, chains: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Guess how the rows go on after a step, and keep it for the next. rows [S]; tokens [S, C], which may be written; known [S]: tokens of each
+        that are there; chains: forced text behind those, as in `step`. Returns (how many guesses, the best, their quality, tokens of forced text
+        before them), [S] int64 each."""
+        self.grown[rows] = 0
+        if chains is not None:
+            at = known[:, None] + torch.arange(chains[0].shape[1], device=rows.device)
+            fits = (at < tokens.shape[1]) & (at < (known + chains[1])[:, None])
+            at = torch.where(fits, at, known[:, None] - 1)
+            tokens.scatter_(1, at, torch.where(fits, chains[0].to(tokens.dtype), tokens.gather(1, at)))
+            self.grown[rows] = chains[1]
+            known = torch.minimum(known + chains[1], torch.full_like(known, tokens.shape[1]))
         made = guess(self.ahead, tokens, known, self.options.count)
         if made is None:
             self.ready.sizes[rows] = 1
             zero = torch.zeros_like(known)
-            return zero, zero - 1, zero
+            return zero, zero - 1, zero, self.grown[rows]
         tree, self.scores[rows], quality = made
         self.ready.tokens[rows], self.ready.parents[rows], self.ready.sizes[rows] = tree.tokens, tree.parents, tree.sizes
-        return tree.sizes - 1, torch.where(tree.sizes > 1, tree.tokens[:, 1], -1), quality
+        return tree.sizes - 1, torch.where(tree.sizes > 1, tree.tokens[:, 1], -1), quality, self.grown[rows]
+
+
+def graft(roots: Tensor, tokens: Tensor, lens: Tensor, tree: DraftTree, scores: Tensor) -> tuple[DraftTree, Tensor]:
+    """Guesses moved to the end of a chain: roots [B]; of the chain tokens [B, K], `lens` [B] of which count; a tree of B rows with scores [B, N]."""
+    nodes = torch.arange(tokens.shape[1] + tree.tokens.shape[1], device=roots.device).expand(len(roots), -1)              # [B, K + N]
+    behind = (nodes - lens[:, None]).clamp(min=0)                                                                         # number in the tree
+    at, in_chain = behind.clamp(max=tree.tokens.shape[1] - 1), behind == 0
+    chain = torch.cat([roots[:, None], tokens], 1).gather(1, nodes.clamp(max=tokens.shape[1]))
+    made = DraftTree(torch.where(in_chain, chain, tree.tokens.gather(1, at)),
+                     torch.where(in_chain, nodes - 1, tree.parents.gather(1, at) + lens[:, None]).clamp(min=0), tree.sizes + lens)
+    return made, torch.where(in_chain, 1.0, scores.gather(1, at))
 
 
 def reroot(guesses: Tensor, parents: Tensor, scores: Tensor, counts: Tensor, known: Tensor, tokens: Tensor, base: Tensor) -> tuple[DraftTree, Tensor]:

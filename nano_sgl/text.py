@@ -58,7 +58,7 @@ class TextStream:
 
     def __init__(self, tokenizer, params: SamplingParams, end_ids: Iterable[int], max_new: int):
         """`tokenizer`: a fast one of transformers; `end_ids` end the text unless `params.ignore_eos`, `max_new` tokens always."""
-        self._backend = tokenizer.backend_tokenizer
+        self._backend, self.params = tokenizer.backend_tokenizer, params
         special, self._bytes = _read_tokenizer(self._backend)
         self._skipped = special if params.skip_special_tokens else frozenset()
         self._min, self._max, self._no_trim = params.min_tokens, max_new, params.no_stop_trim
@@ -117,6 +117,10 @@ class TextStream:
             piece = self.text[self._sent:end]
         self._sent = max(self._sent, end)
         return piece
+
+    def skip(self, other: TextStream) -> None:
+        """Do not hand out what another stream has handed out of the same text."""
+        self._sent = other._sent
 
     # ---- ids to text
 

@@ -60,6 +60,7 @@ class Vocab:
         self.tokens = [token if token and len(token) < MAX_TOKEN and i not in ends else None for i, token in enumerate(tokens)]
         self._build()
         self.shared = None                          # what grammars over this vocabulary have in common: grammar.py's
+        self.encode = None                          # text -> ids, as the tokenizer writes it, if there is one
         self.walker = None                          # follows a state down the whole tree, faster than numpy: `native.TrieWalker`, or None
 
     @classmethod
@@ -78,7 +79,9 @@ class Vocab:
                 tokens[i] = spell(token)
         if end_ids is None:
             end_ids = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-        return cls(tokens, end_ids)
+        made = cls(tokens, end_ids)
+        made.encode = lambda text: backend.encode(text, add_special_tokens=False).ids
+        return made
 
     def decode(self, ids: Iterable[int]) -> bytes:
         """The text of some tokens; those that are no text are left out."""

@@ -24,8 +24,8 @@ def make(path, **flags) -> Engine:
 
 
 def plain(path, **flags) -> Engine:
-    """What every other engine is compared with: no cache, one request at a time, prompts in one piece."""
-    return make(path, disable_radix_cache=True, max_running_requests=1, chunked_prefill_size=4096, **flags)
+    """What every other engine is compared with: no cache, one request at a time, prompts in one piece, every token sampled."""
+    return make(path, **({"disable_radix_cache": True, "max_running_requests": 1, "chunked_prefill_size": 4096, "jump_forward": "off"} | flags))
 
 
 @dataclass
@@ -89,6 +89,18 @@ class Reference:
         if key not in self.known:
             self.known[key] = run(self.engine, [request(r.rid, r.prompt_ids, r.params, index=r.index)])[r.rid]
         return self.known[key]
+
+
+def state_after(grammar, tokens, budget=None):
+    """(grammar, state) after an output whose model may think for `budget` tokens: then it has to close its thoughts."""
+    state = grammar.start
+    for count in range(len(tokens) + 1):
+        if budget is not None and count >= budget and grammar.thinks(state):
+            grammar = grammar.closing
+            state = grammar.start
+        if count < len(tokens):
+            state = grammar.step(state, tokens[count])
+    return grammar, state
 
 
 def params(**kw) -> SamplingParams:

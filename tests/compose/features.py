@@ -84,6 +84,20 @@ def ask_grammar(kind, ids, answer):
     return (dict(regex="([a-z]{1,5}[ ,.])*"), {}, dict(ebnf='root ::= ("(" [a-z]+ ")" | [b-d])*'), dict(regex="[ -~]{0,18}"))[kind % 4]
 
 
+FORCED = {"type": "object", "properties": {"name": {"enum": ["the red one", "the green one"]}, "size": {"type": "integer", "maximum": 99}},
+          "required": ["name", "size"], "additionalProperties": False}
+
+
+def ask_forced_text(kind, ids, answer):
+    """Text much of which is forced."""
+    return (dict(regex="([a-z]{1,3}: (red|green), and that is that! ){9}"), dict(json_schema=FORCED))[kind // 4 % 2] if kind % 4 == 1 else {}
+
+
+def ask_thinking(kind, ids, answer):
+    """Some may think for a while, and then have to come to the point."""
+    return dict(reasoning_end="</t>", thinking_budget=kind) if kind % 3 != 1 else {}
+
+
 def abort_one(engine, step, random):
     """Every third step somebody leaves: waiting, between chunks or in flight, whoever it is."""
     if step % 3 == 2 and engine.streams:
@@ -202,6 +216,12 @@ FEATURES = [
             during=guesses_are_cheap, counted="guesses that were right", proof=lambda run: run.counted("guesses")),
     Feature("grammar", "gr", asks=ask_grammar, counted="answers that differ from those without",
             proof=lambda run: run.changed_by(regex=None, ebnf=None)),
+    Feature("jump-forward", "jf", flags=dict(jump_forward="draft"), asks=ask_forced_text, counted="tokens of forced text",
+            proof=lambda run: run.counted("forced")),
+    Feature("jump-forward by retokenizing", "jr", flags=dict(jump_forward="retokenize"), asks=ask_forced_text, counted="tokens of forced text",
+            proof=lambda run: run.counted("forced")),
+    Feature("thinking budget", "th", asks=ask_thinking, counted="answers that differ from those without",
+            proof=lambda run: run.changed_by(thinking_budget=None)),
     Feature("bfloat16", "bf", flags=dict(dtype="bfloat16"), counted="steps of a model in bfloat16",
             proof=lambda run: len(run.batches) * (str(run.engine.model.dtype) == "torch.bfloat16")),
     Feature("int8", "i8", flags=dict(quantization="int8"), counted="steps of a model with int8 weights", proof=steps_in_int8),

@@ -30,6 +30,7 @@ from nano_sgl.scheduler import Batch
 FORK_BOUND = {torch.float32: 1e-3, torch.bfloat16: 0.1}      # between perturbed logits of the plain engine
 LOGPROB_BOUND = {torch.float32: 1e-4, torch.bfloat16: 0.1}
 NUMBERS = ("dtype", "quantization")                           # flags that make another model: the plain engine has the same
+LOSSY = (("jump_forward", "retokenize"),)                     # flags that make other texts: of the plain engine, too
 STEPS = 3000
 
 
@@ -47,7 +48,7 @@ class Lab:
         self._engines: dict[str, Engine] = {}
 
     def plain_for(self, features: Sequence[Feature]) -> "Plain":
-        flags = {"dtype": "float32"} | {name: value for f in features for name, value in f.flags.items() if name in NUMBERS}
+        flags = {"dtype": "float32"} | {name: value for f in features for name, value in f.flags.items() if name in NUMBERS or (name, value) in LOSSY}
         if str(flags) not in self._plain:
             self._plain[str(flags)] = Plain(self.path, **flags)
         return self._plain[str(flags)]
@@ -121,8 +122,8 @@ class Plain:
         if len(prefix) < p.min_tokens:
             z[0, sorted({*self.engine.end_ids, *(p.stop_token_ids or ())})] = -torch.inf
         if p.grammar is not None:
-            machine = self.engine.constraints.compiler.submit(*p.grammar).result()
-            state = functools.reduce(machine.step, prefix, machine.start)
+            machine = self.engine.constraints.compiler.submit(p.grammar.kind, p.grammar.text, **p.grammar.options).result()
+            machine, state = engines.state_after(machine, prefix, p.thinking_budget)
             bits = torch.from_numpy(machine.mask(state))[:, None] >> torch.arange(32) & 1
             z[0, bits.flatten()[:z.shape[1]] == 0] = -torch.inf
         if p.greedy:
@@ -235,7 +236,8 @@ class Run:
 
 def counts_of(engine: Engine) -> dict[str, int]:
     """What has happened on an engine since it was made."""
-    return vars(engine.scheduler.counters) | ({} if engine.speculation is None else {"guesses": engine.speculation.total.accepted})
+    guesses = {} if engine.speculation is None else {"guesses": engine.speculation.total.accepted}
+    return vars(engine.scheduler.counters) | guesses | {"forced": engine.constraints.forced}
 
 
 def drive(engine: Engine, planned: list[Planned], features: Sequence[Feature], plain: Plain, *, audit: bool = True,

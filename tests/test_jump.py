@@ -1,0 +1,286 @@
+"""Forced text as guesses: chains of states, and an engine that drafts them writes what it would write without."""
+
+import json
+import random
+
+import numpy as np
+import pytest
+import torch
+
+import engines
+from engines import make, overlapped, params, prompt, request, run, same
+from nano_sgl import grammar as grammars
+from nano_sgl import spec, weights
+from nano_sgl.grammar import INDEX, REGISTER
+from nano_sgl.jump import MAX_CHAIN, build_chain, canonical, longest, retokenized, spell
+from nano_sgl.masks import DeviceTables
+from nano_sgl.vocab import Vocab
+
+PERSON = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 9}, "colour": {"enum": ["red", "green"]},
+                                           "tags": {"type": "array", "items": {"const": "tag"}, "minItems": 2, "maxItems": 2}},
+          "required": ["name", "colour", "tags"], "additionalProperties": False}
+WORDS = [b'{"', b'": ', b'": "', b'", "', b'"}', b"name", b"colour", b"red", b"green", b"tag", b"tags", b'["', b'"]', b' "', b' "(', b'":']
+
+
+@pytest.fixture(scope="module")
+def demo_vocab(demo_path):
+    return Vocab.from_tokenizer(weights.load_tokenizer(demo_path))
+
+
+def vocab():
+    return Vocab([bytes([b]) for b in range(256)] + WORDS + [None], end_ids=[256 + len(WORDS)])
+
+
+def test_the_longest_token_at_each_place():
+    v = vocab()
+    assert v.decode(longest(v, b'{"name": "x')) == b'{"name": "x'
+    assert [v.tokens[i] for i in longest(v, b'{"name": "x')] == [b'{"', b"name", b'": "', b"x"]
+    assert longest(v, b"") == []
+    assert longest(Vocab([b"a", b"ab", None]), b"abab-a") == [1, 1], "as far as there are tokens"
+
+
+@pytest.mark.parametrize("text", ['{"name": "', 'colour": "', ", ", "é, ", "me\": \"", '}', "\n  ", "x"])
+def test_text_is_spelled_as_the_tokenizer_spells_it(demo_vocab, text):
+    ids = spell(demo_vocab, text.encode())
+    assert demo_vocab.decode(ids) == text.encode() and ids == demo_vocab.encode(text)
+    assert demo_vocab.decode(spell(demo_vocab, text.encode() + b"\xc3")).startswith(text.encode()), "half a character has bytes, if no text"
+
+
+def test_a_tokenizer_that_puts_a_blank_in_front():
+    """As Llama 2's: a text alone comes out with a blank in front, and is spelled behind other text."""
+    words = ["▁", "▁name", "name", "\n", ":", '"', "a"]
+    v = Vocab([word.replace("▁", " ").encode() for word in words])
+
+    def encode(text):
+        ids, text = [], "▁" + text.replace(" ", "▁")
+        while text:
+            best = max((w for w in words if text.startswith(w)), key=len)
+            ids.append(words.index(best))
+            text = text[len(best):]
+        return ids
+    v.encode = encode
+    assert [words[i] for i in encode("name:")] == ["▁name", ":"]
+    assert [words[i] for i in spell(v, b"name:")] == ["name", ":"]
+
+
+def test_what_straddles_the_end_is_held_back():
+    v = vocab()
+    write = lambda text: longest(v, text)  # noqa: E731
+    mask = lambda some: sum(1 << b for b in some)  # noqa: E731
+    words = lambda ids: [v.tokens[i] for i in ids]  # noqa: E731
+    assert words(canonical(b'name": "', mask(b"abcdefghi T1("), write)) == [b"name", b'": "']
+    assert words(canonical(b'name"', mask(b": \n\t"), write)) == [b"name"], "a blank or a colon: the colon would take the quote"
+    assert words(canonical(b'name"', mask(b":"), write)) == [b"name"]
+    assert words(canonical(b'green"}', 0, write)) == [b"green", b'"}'], "nothing follows"
+
+
+def walk_all(grammar, limit=200):
+    """States that texts reach."""
+    seen, work = {grammar.start & INDEX}, [grammar.start]
+    while work and len(seen) < limit:
+        for to, _ in grammar.edges(work.pop(0))[:6]:
+            if to & INDEX not in seen:
+                seen.add(to & INDEX)
+                work.append(to)
+    return sorted(seen)
+
+
+@pytest.mark.parametrize("kind, text", [("json_schema", json.dumps(PERSON)), ("regex", r"(ab|cd)-name: (red|green)\.{3}"), ("json_object", None),
+                                        ("choice", ["name: red", "name: green"]), ("regex", "(a{3}bcd)+"), ("regex", "é{2}ü|é{2}ö")])
+@pytest.mark.parametrize("whitespace", ["fixed", "compact", "flexible"])
+def test_a_chain_is_forced_text_whose_states_have_rows(kind, text, whitespace):
+    grammar = grammars.compile(kind, text, vocab(), whitespace=whitespace)
+    for state in walk_all(grammar):
+        found = build_chain(grammar, state)
+        chain = grammar.tables.chain_of.get(state, [])
+        assert found in ([], chain) and build_chain(grammar, state) == [], "once"
+        assert len(chain) <= MAX_CHAIN
+        forced, _ = grammar.forced(state)
+        assert forced.startswith(grammar.vocab.decode(chain))
+        if any(config[3] == REGISTER for config in grammar._configs[state]):
+            assert not chain
+        at = state
+        for token in chain:
+            assert grammar.tables.rows[at & INDEX] is not None
+            at = grammar.step(at, token)
+        assert grammar.tables.rows[at & INDEX] is not None
+
+
+@pytest.mark.parametrize("backend", ["torch", "cpp"])
+def test_the_device_has_the_chains(backend):
+    grammar = grammars.compile("json_schema", json.dumps(PERSON), vocab())
+    device = DeviceTables(grammar.tables, "cpu", backend)
+    states = walk_all(grammar)
+    some = torch.tensor([*states, -1, 2**31, grammar.start])
+    assert not device.chains(some, 4)[1].any()
+    for half in (states[::2], states[1::2]):
+        for state in half:
+            build_chain(grammar, state)
+        assert device.refresh() > 0 and device.refresh() == 0
+        for most in (1, 3, MAX_CHAIN):
+            tokens, lens = device.chains(some, most)
+            assert tokens.shape == (len(some), most)
+            for state, row, count in zip(some.tolist(), tokens.tolist(), lens.tolist()):
+                assert row[:count] == grammar.tables.chain_of.get(state, [])[:most] and count <= most
+                if count and device.has_row(torch.tensor([state])).all():
+                    after = device.walk(torch.tensor([state]), torch.tensor([[0, *row[:count]]]), torch.arange(-1, count).clamp(min=0)[None])
+                    assert device.has_row(after[0]).all(), "who sees a chain can walk it"
+
+
+def test_guesses_are_grafted_onto_a_chain():
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        rows, width, most = 3, int(rng.integers(1, 6)), int(rng.integers(1, 5))
+        sizes, lens = torch.tensor(rng.integers(1, width + 1, rows)), torch.tensor(rng.integers(0, most + 1, rows))
+        tree = spec.DraftTree(torch.tensor(rng.integers(0, 99, (rows, width))), torch.tensor([[int(rng.integers(0, max(i, 1))) for i in range(width)]
+                                                                                            for _ in range(rows)]), sizes)
+        roots, chain = tree.tokens[:, 0].clone(), torch.tensor(rng.integers(100, 199, (rows, most)))
+        made, scores = spec.graft(roots, chain, lens, tree, torch.full(tree.tokens.shape, 0.5))
+        for b in range(rows):
+            paths = lambda some, row: [path(some, row, node) for node in range(1, int(some.sizes[row]))]  # noqa: E731
+            head = chain[b, :lens[b]].tolist()
+            expected = [head[:i + 1] for i in range(len(head))] + [head + one for one in paths(tree, b)]
+            assert paths(made, b) == expected and int(made.tokens[b, 0]) == int(roots[b])
+            assert scores[b, :int(lens[b]) + 1].eq(1).all()
+
+
+def path(tree, row, node):
+    tokens = []
+    while node:
+        tokens.append(int(tree.tokens[row, node]))
+        node = int(tree.parents[row, node])
+    return tokens[::-1]
+
+
+GRAMMARS = [dict(json_schema=PERSON), dict(json_schema=PERSON, json_whitespace="flexible"), dict(regex="name: (red|green), (tag ){3}end"),
+            dict(choice=["the red one and the green one", "the red one or the green one"]), dict(), dict(json_schema=PERSON, json_whitespace="compact")]
+MIXES = [dict(), dict(temperature=1, seed=5), dict(temperature=1.5, seed=6, top_p=0.9, logprobs=2), dict(temperature=1, seed=7, frequency_penalty=1.0),
+         dict(temperature=0.8, seed=8, logprobs=0), dict(temperature=1, seed=9, stop=["gre", "tag"]), dict(min_tokens=7), dict(stop_token_ids=[101, 34])]
+
+
+def requests_of(seed, count=20):
+    rng, made = random.Random(seed), []
+    for i in range(count):
+        asked = dict(max_tokens=rng.choice([9, 40, 90]), ignore_eos=False) | MIXES[i % len(MIXES)] | rng.choice(GRAMMARS)
+        made.append(request(f"j{i}", prompt(6, rng.randrange(4)) + list(b'name: {"name": "'), params(**asked)))
+    return made
+
+
+@pytest.mark.parametrize("device, depth", [("inline", 0), ("thread", 1), ("late", 2)])
+@pytest.mark.parametrize("flags", [dict(), dict(page_size=4, chunked_prefill_size=16), dict(max_total_tokens=300, max_running_requests=6),
+                                   dict(speculative_algorithm="ngram"), dict(speculative_algorithm="radix", speculative_eagle_topk=1),
+                                   dict(speculative_algorithm="ngram+radix", page_size=4),
+                                   dict(speculative_algorithm="ngram", speculative_eagle_topk=1, max_total_tokens=400)], ids=str)
+def test_texts_are_those_without(path, reference, flags, device, depth):
+    if "speculative_algorithm" in flags:
+        flags = flags | dict(speculative_draft_length="fixed")
+    engine = make(path, **flags) if device == "inline" else overlapped(path, device, depth, **flags)
+    if "max_running_requests" in flags:
+        engine.scheduler.ratio = 0.1
+    for turn in range(2):
+        requests = requests_of(turn)
+        answers = run(engine, requests)
+        for r in requests:
+            same(answers[r.rid], reference(r))
+    assert engine.stats()["forced_tokens"] > 50 and not reference.engine.stats().get("forced_tokens")
+    assert not flags.get("speculative_algorithm") or engine.speculation.total.accepted > 10
+    engine.shutdown()
+
+
+# ---- retokenize
+
+def test_an_output_and_what_is_forced_are_tokenised_as_one(demo_vocab):
+
+    grammar = grammars.compile("json_schema", json.dumps(PERSON), demo_vocab)
+    for text in ('{"', '{"na', '{"name": "Ann", ', '{"name": "Ann", "colour": "g'):
+        ids = [token for byte in text for token in demo_vocab.encode(byte)]
+        made, state = retokenized(grammar, grammar.step_bytes(grammar.start, text.encode()), ids)
+        whole = demo_vocab.decode(made)
+        assert whole.startswith(text.encode()) and len(whole) > len(text) and made == demo_vocab.encode(whole.decode())
+        assert state == grammar.step_bytes(grammar.start, whole) and grammar.forced(state)[0] == b""
+    assert retokenized(grammar, grammar.step_bytes(grammar.start, b'{"name": "An'), [5]) is None
+
+
+@pytest.mark.parametrize("device, depth", [("inline", 0), ("thread", 1), ("late", 2)])
+@pytest.mark.parametrize("flags", [dict(), dict(page_size=4, chunked_prefill_size=16), dict(max_total_tokens=300, max_running_requests=6),
+                                   dict(disable_radix_cache=True), dict(speculative_algorithm="ngram+radix", speculative_draft_length="fixed")], ids=str)
+def test_retokenize_forces_the_text_and_keeps_the_books(path, flags, device, depth):
+    """What may be written is the same, which of it is not. Without forced text nothing differs."""
+    engine = make(path, jump_forward="retokenize", **flags) if device == "inline" else \
+        overlapped(path, device, depth, jump_forward="retokenize", **flags)
+    if "max_running_requests" in flags:
+        engine.scheduler.ratio = 0.1
+    compiler, steps = engine.constraints.compiler, engine.scheduler.step
+    requests = requests_of(0) + [request("logprobs", prompt(9, 9), params(json_schema=PERSON, max_tokens=60, logprobs=1, ignore_eos=False))]
+    answers = run(engine, requests)
+    for r in requests:
+        answer = answers[r.rid]
+        assert answer.reason in ("stop", "length") and len(answer.ids) <= r.params.max_tokens
+        if r.params.logprobs is not None:
+            assert [one.token_id for one in answer.logprobs] == answer.ids and all(one.logprob < 0 for one in answer.logprobs)
+        if r.params.grammar is None:
+            continue
+        grammar = compiler.submit(r.params.grammar.kind, r.params.grammar.text, **r.params.grammar.options).result()
+        vocab = grammar.vocab
+        ids = [token for token in answer.ids if token not in vocab.end_ids]
+        state = grammar.step_bytes(grammar.start, vocab.decode(ids))
+        assert state is not None and "".join(answer.pieces) == answer.text
+        if not (r.params.stop or r.params.stop_token_ids):
+            assert (answer.reason == "stop") <= grammar.is_accepting(state)
+            assert answer.text == vocab.decode(ids).decode(errors="replace")
+    again = run(engine, [request(r.rid, r.prompt_ids, r.params) for r in requests])
+    assert all(again[rid].ids == answers[rid].ids for rid in answers), "the same each time"
+    engine.shutdown()
+
+
+def test_retokenized_logprobs_are_those_of_the_model(path):
+    engine, plain = make(path, jump_forward="retokenize"), make(path, disable_radix_cache=True)
+    asked = request("a", prompt(9, 2), params(json_schema=PERSON, max_tokens=60, logprobs=2, ignore_eos=False))
+    answer = run(engine, [asked])["a"]
+    ids = [*asked.prompt_ids, *answer.ids]
+    scored = run(plain, [request("s", ids, params(max_tokens=0, prompt_logprobs=2, logprob_start_len=9))])["s"]
+    assert np.allclose([one.logprob for one in answer.logprobs], [one.logprob for one in scored.prompt_logprobs], atol=1e-4)
+    assert [[i for i, _ in one.top] for one in answer.logprobs] == [[i for i, _ in one.top] for one in scored.prompt_logprobs]
+    for one in (engine, plain):
+        one.shutdown()
+
+
+# ---- thinking
+
+@pytest.mark.parametrize("kind, text", [("json_schema", json.dumps(PERSON)), ("reasoning", None), ("regex", "a+"), ("json_object", None)])
+def test_a_model_thinks_until_the_tag(kind, text):
+    grammar = grammars.compile(kind, text, vocab(), reasoning_end="</t>")
+    after = lambda some: grammar.step_bytes(grammar.start, some.encode())  # noqa: E731
+    for thought in ("", "x", "<", "</", "</t", "<</t", "so </tt", "{\"name\"", "aé", "</T>", "\n"):
+        assert grammar.thinks(after(thought)), thought
+    assert not grammar.thinks(grammar.step_bytes(grammar.start, b"a\xc3")), "within a character it cannot be closed"
+    for answer in ("</t>", "x</t>", "</t>\n", "<</t> "):
+        assert not grammar.thinks(after(answer)), answer
+    if kind == "reasoning":
+        assert not grammar.thinks(after("x</t>and </t> and <"))
+    closing = grammar.closing
+    assert closing.forced(closing.start)[0].startswith(b"</t>") and closing.closing is None
+    assert closing.step_bytes(closing.start, b"x") is None
+
+
+@pytest.mark.parametrize("flags", [dict(), dict(disable_overlap_schedule=False), dict(speculative_algorithm="ngram", speculative_draft_length="fixed"),
+                                   dict(max_total_tokens=300, max_running_requests=5)], ids=str)
+def test_a_budget_ends_the_thoughts(path, reference, flags):
+    engine = make(path, **flags)
+    requests = [request(f"t{i}", prompt(7, i), params(**(dict(reasoning_end="</t>", thinking_budget=(0, 1, 8, 40)[i % 4], max_tokens=60,
+                                                              ignore_eos=False) | MIXES[i % 4] | GRAMMARS[(i // 2) % 6]))) for i in range(24)]
+    for turn in range(2):
+        answers = run(engine, requests)
+        for r in requests:
+            same(answers[r.rid], reference(r))
+            thoughts, tag, _ = answers[r.rid].text.partition("</t>")
+            ids = answers[r.rid].ids
+            if tag:
+                budget = r.params.thinking_budget
+                grammar = engine.constraints.compiler.submit(r.params.grammar.kind, r.params.grammar.text, **r.params.grammar.options).result()
+                inside = [n for n in range(len(ids)) if engines.state_after(grammar, ids[:n], budget)[0].thinks(engines.state_after(
+                    grammar, ids[:n], budget)[1])]
+                assert len(inside) <= budget + 3, "but for a character that was begun"
+            else:
+                assert r.params.thinking_budget >= 40 or "</t" in answers[r.rid].text or r.params.stop or len(ids) < 60
+    engine.shutdown()
