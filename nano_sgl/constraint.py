@@ -46,6 +46,7 @@ from .spec import Step
 from .vocab import Vocab
 
 FOREVER = 2**62
+FADE, OFTEN = 0.2, 0.3     # how fast a request's habit is forgotten; share of steps from which on it is worth places in each of them
 
 
 @dataclass
@@ -54,6 +55,8 @@ class Constraint:
     grammar: Grammar
     state: int                      # behind its last known token
     longest: int = 0                # of the chains that it has met
+    often: float = 0.0              # share of its last states that had one
+    drafted: int = 0                # guesses of the step in flight
     leave_at: int = FOREVER         # tokens known from which on it thinks no more
 
     @property
@@ -67,11 +70,14 @@ class Constraint:
             self.grammar = self.grammar.closing
 
     def forced(self, in_flight: bool) -> int:
-        """How many tokens are forced behind its state. in_flight: behind the state that it will have after a step more, at most, as far as can be
-        told."""
+        """How many tokens are forced behind its state. in_flight: behind the state that it will have after a step that nobody knows yet: what that
+        leaves of them, or as many as ever, where it comes to forced text every few steps."""
         here = len(self.grammar.tables.chain_of.get(self.state & INDEX, ()))
         self.longest = max(self.longest, here)
-        return self.longest if in_flight else here
+        if not in_flight:
+            return here
+        self.often += (bool(here) - self.often) * FADE
+        return here - self.drafted - 1 if here > self.drafted else self.longest * (self.often > OFTEN)
 
 
 class Group(NamedTuple):
@@ -100,7 +106,8 @@ class Walk:
             constraints.bytes_sent += tables.refresh()
             states = constraints.states[rows[at]]
             if constraints.budgets:
-                over = known[at, None] + (torch.zeros_like(known[at, None]) if step is None else step.tree.depth[at]) >= constraints.leave_at[rows[at], None]
+                depth = torch.zeros_like(known[at, None]) if step is None else step.tree.depth[at]
+                over = known[at, None] + depth >= constraints.leave_at[rows[at], None]
                 states = tables.leave(states, over[:, 0])
             states = states[:, None] if step is None else tables.walk(states, step.tree.tokens[at], step.tree.parents[at])
             self.states[at] = states
@@ -151,7 +158,7 @@ class Constraints:
         self.compiler = Compiler(make_vocab, whitespace=whitespace, max_cached=cache_size, timeout_s=timeout_s)
         self.device, self.timeout_s, self.prefetches, self.jump = device, timeout_s, prefetches, jump
         self.states = torch.full((max_rows,), DEAD, dtype=torch.int64, device=device)
-        self.leave_at = torch.full((max_rows,), FOREVER, dtype=torch.int64, device=device)      # see `Constraint`; of no account until there are budgets
+        self.leave_at = torch.full((max_rows,), FOREVER, dtype=torch.int64, device=device)      # see `Constraint`
         self.budgets = False
         self.waiting: dict[str, Compiling] = {}
         self.held: dict[str, Constraint] = {}

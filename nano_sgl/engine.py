@@ -41,7 +41,7 @@ import traceback
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import NoReturn
 
@@ -51,7 +51,7 @@ import torch
 
 from . import attention, sampling, spec, weights
 from .config import EngineConfig
-from .constraint import Compiling, Constraint, Constraints, Group, Walk, Walked, make_vocab, outcome, refusal
+from .constraint import Compiling, Constraint, Constraints, Group, Walk, make_vocab, outcome, refusal
 from .eviction import EVICTION
 from .events import KVEvents
 from .grammar import Grammar
@@ -62,6 +62,7 @@ from .model import ForwardBatch, Model, ModelConfig, load
 from .protocol import Chunk, Logprob, Request, RequestError, SamplingParams, derive_seed
 from .radix import Tree, draw, view
 from .policies import POLICIES
+from .results import PromptPiece, Results, logprobs_of, to_host
 from .scheduler import Batch, Req, Scheduler
 from .text import TextStream
 from .worker import SHUTDOWN_S, Worker  # noqa: F401 (SHUTDOWN_S is for llm.py)
@@ -104,32 +105,10 @@ class Plan:
 
 
 @dataclass
-class Results:
-    """What a step leaves for the host: on the host once `copied` has happened."""
-    sampled: sampling.Sampled | None
-    prompt: list[PromptPiece]
-    judged: spec.Judged | None = None         # what was right of the step's guesses
-    next: spec.Next | None = None             # the guesses for the next
-    walked: Walked | None = None              # where grammars stand
-    marks: list = field(default_factory=list)  # of time: the step's begin, and where guesses were made begin and end of that
-    copied: torch.cuda.Event | None = None    # None on CPU: results are where they belong
-
-
-@dataclass
 class Flight:
     """A launched step, and its results to come."""
     batch: Batch
     results: Future                    # of Results, or of the exception that the step failed with
-
-
-@dataclass
-class PromptPiece:
-    """Logprobs of a request's prompt tokens from `position` on."""
-    req: Req
-    position: int
-    logprobs: torch.Tensor             # [n] f32
-    top_ids: torch.Tensor              # [n, k] i64
-    top_logprobs: torch.Tensor         # [n, k] f32
 
 
 # ----------------------------------------------------------------------------------------------------------------------- engine
@@ -376,7 +355,11 @@ class Engine:
         reqs, in_flight = [req for req in self.scheduler.running if req.decodes], bool(self.flights)
         streams = [self.streams[req.rid] for req in reqs]
         forced = [one.constraint.forced(in_flight) if one.constraint and self.constraints.jump else 0 for one in streams]
-        return self.speculation.choose(reqs, [one.record for one in streams], forced, self.scheduler.tree, in_flight)
+        chosen = self.speculation.choose(reqs, [one.record for one in streams], forced, self.scheduler.tree, in_flight)
+        for req, one in zip(reqs, streams):
+            if one.constraint is not None:
+                one.constraint.drafted = chosen.get(req, 0)
+        return chosen
 
     def _end_late_requests(self) -> None:
         for req in self.scheduler.expire():
@@ -443,7 +426,7 @@ class Engine:
         if guesses is not None or len(picked) and self.speculation is not None and self.speculation.drafters:
             self._draft(row_ids[picked], ends[picked] + 1, plan, results)
         rows.length[row_ids] = ends.to(torch.int32)
-        return results if self.device == "cpu" else _to_host(results)
+        return results if self.device == "cpu" else to_host(results)
 
     def _place(self, plan: Plan, places: Sequence[torch.Tensor], guessed: Sequence[torch.Tensor],
                start: torch.Tensor) -> tuple[ForwardBatch, spec.Step | None]:
@@ -623,7 +606,7 @@ class Engine:
             if stream is not None and stream.req is piece.req:
                 ids = piece.req.ids()[piece.position:piece.position + len(piece.logprobs)].tolist()
                 into = stream.prompt_logprobs if piece.position < piece.req.prompt_len else stream.unsent.logprobs
-                into += _logprobs(ids, piece.logprobs, piece.top_ids, piece.top_logprobs)
+                into += logprobs_of(ids, piece.logprobs, piece.top_ids, piece.top_logprobs)
 
     def _sampled(self, batch: Batch, results: Results) -> Iterator[tuple[list[int], list[Logprob] | None, bool, list[int]]]:
         """Per sampling row, in order: its tokens, their logprobs, whether the logits behind them were no numbers, and which guesses were
@@ -632,7 +615,7 @@ class Engine:
         if sampled is None:
             return
         ids, bads = sampled.tokens.tolist(), sampled.bad.tolist()
-        logprobs = None if sampled.logprobs is None else _logprobs(ids, sampled.logprobs, sampled.top_ids, sampled.top_logprobs)
+        logprobs = None if sampled.logprobs is None else logprobs_of(ids, sampled.logprobs, sampled.top_ids, sampled.top_logprobs)
         reqs = [batch.reqs[i] for i in np.flatnonzero(batch.samples)]
         if judged is None:
             paths = [[0]] * len(reqs)
@@ -660,8 +643,8 @@ class Engine:
         return ("error", refusal(stream.req.request, error)) if error is not None else (None, None)
 
     def _jump(self, stream: Stream) -> str | None:
-        """Append the text that a grammar forces behind a request's output, both tokenised anew: a reason, where it is the end. One more token is left to
-        be sampled. Tokens of the steps in flight are dropped."""
+        """Append the text that a grammar forces behind a request's output, both tokenised anew: a reason, where it is the end. One more token is left
+        to be sampled. Tokens of the steps in flight are dropped."""
         old, constraint, req = stream.unsent.output_ids, stream.constraint, stream.req
         if (made := retokenized(constraint.grammar, constraint.state, old)) is None:
             return None
@@ -811,19 +794,6 @@ def _raise(error: Exception) -> NoReturn:
     raise error
 
 
-def _to_host(results: Results) -> Results:
-    """Begin the copies of a step's results, into pinned memory: whoever waits for `copied` waits for this step, not for the next."""
-    def copies(part):
-        tensors = {name: value for name, value in vars(part).items() if isinstance(value, torch.Tensor)}
-        return replace(part, **{name: torch.empty(value.shape, dtype=value.dtype, pin_memory=True).copy_(value, non_blocking=True)
-                                for name, value in tensors.items()})
-    copied = torch.cuda.Event()
-    parts = {name: None if (part := getattr(results, name)) is None else copies(part) for name in ("sampled", "judged", "next", "walked")}
-    results = Results(prompt=[copies(piece) for piece in results.prompt], marks=results.marks, copied=copied, **parts)
-    copied.record()
-    return results
-
-
 def _available_memory() -> int:
     """Bytes that can be had without swapping, page cache included where the system says how much."""
     try:
@@ -831,12 +801,6 @@ def _available_memory() -> int:
             return next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable"))
     except (OSError, StopIteration):
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
-
-
-def _logprobs(ids: list[int], logprobs: torch.Tensor, top_ids: torch.Tensor | None, top_logprobs: torch.Tensor | None) -> list[Logprob]:
-    values = logprobs.tolist()
-    tops = [[]] * len(ids) if top_ids is None else [list(zip(i, v)) for i, v in zip(top_ids.tolist(), top_logprobs.tolist())]
-    return [Logprob(token, value, top) for token, value, top in zip(ids, values, tops)]
 
 
 def _demo() -> None:

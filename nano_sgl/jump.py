@@ -14,9 +14,10 @@ Where a chain ends. The tokenizer may write the last forced bytes and the first 
 but ` "(` before a bracket; and a blank before a number is a token of its own in some vocabularies and a part of the number in others. So the
 text is tokenised once more with each of a few bytes that may follow, and a token stays in the chain if it does so behind most of them.
 
-Invariant. A chain is published in the tables (`chains`: state, start in `chain_tokens`, length; `chain_of` by state) after the rows of all its states, so who sees one can walk it. It is a property of a state alone:
-states with a counter, whose forced text depends on the count, have none. Cost: about 10 us a forced byte, 20 us a call of the tokenizer, ten of them;
-in the background, once a state. Where it stops: MAX_CHAIN tokens a step, then the next chain; tokenizers that spell a text by what is far before it.
+Invariant. A chain is published in the tables (`chains`: state, start in `chain_tokens`, length; `chain_of` by state) after the rows of all its
+states, so who sees one can walk it. It is a property of a state alone: states with a counter, whose forced text depends on the count, have none.
+Cost: about 10 us a forced byte, 20 us a call of the tokenizer, ten of them; in the background, once a state. Where it stops: MAX_CHAIN tokens a
+step, then the next chain; tokenizers that spell a text by what is far before it.
 Source: compressed automata of Zheng et al. (2024), SGLang, section 4 and appendix B; forced tokens as drafts after Leviathan et al. (2023).
 """
 

@@ -469,7 +469,8 @@ def _demo() -> None:
     lines = pool([1, 0, -1, 0], [0, 2, 0, KEEP | 1 << ADD_SHIFT], [0, 1, 0, KEEP | 2 << ADD_SHIFT], [1, 3, 1, 0], [0, 2, 1, 0])
     tables = type("Tables", (SimpleNamespace,), {})(
         vocab=SimpleNamespace(size=6, end_ids=(5,)), maps=classes, class_sizes=[np.bincount(c) for c in classes], vec=pool(0, 1, 2, 3, 0),
-        chains=pool(), exits=pool(), lines=lines, over_token=pool(4), over_value=pool(4), states=pool([1, 0, 0, 1, 2**31 - 1], [0, 4, 1, 1, 0]), built=[0, 1])
+        lines=lines, over_token=pool(4), over_value=pool(4), states=pool([1, 0, 0, 1, 2**31 - 1], [0, 4, 1, 1, 0]), built=[0, 1],
+        chains=pool(), exits=pool())
     device = DeviceTables(tables, "cpu")
     states = torch.tensor([*(count << COUNT_SHIFT for count in range(4)), 1, DEAD])
     logits = torch.zeros(len(states), 6)
