@@ -14,8 +14,12 @@ spoken by its own `Answer`, so the engine knows nothing of JSON and a fourth dia
 
 Every field of a body is treated by one rule: it is obeyed, or refused by name with status 400, or listed in NO_EFFECT with the
 reason why it changes nothing here. A null is a field not given. Types and ranges are `protocol`'s; what is read here are only the
-routes' own names. OpenAI's response_format is one: {"type": "json_object"} is json_object: true; regex, ebnf and choice stand
-beside it, as in SGLang and vLLM. Whether a grammar compiles, the engine says, before it says anything else.
+routes' own names. OpenAI's response_format is one: {"type": "json_object"} is json_object: true, its json_schema is json_schema with
+json_strict, and as structural_tag it is that itself; regex, ebnf and choice stand beside it, as in SGLang and vLLM. Whether a grammar
+compiles, the engine says, before it says anything else.
+
+In a chat, the text is sorted into fields of a message: what the model thinks (reasoning.py), and the tools it calls (tools.py). Both
+change what its output is held to, too: a grammar begins behind the thoughts, and a call that must come is a grammar.
 
 Work is bounded before it is done: lists are counted before anything is built for their entries, a text with more characters
 than the longest token times the context is refused before it is tokenised, and grammars are counted once for each of their samples.
@@ -24,8 +28,8 @@ Invariant: `usage` counts a prompt once however many samples it has; text, ids, 
 here.
 
 Cost: one tokenisation a prompt; about 20 us of JSON a chunk. Events of /generate hold all there is so far, so they are made once
-for all that has arrived, and each token's JSON once. Stops holding: text in, text out; tools, JSON schemas and structural tags are
-refused by name. Source: OpenAI's API reference (chat, completions, legacy logprobs), SGLang 0.5's /generate.
+for all that has arrived, and each token's JSON once. Stops holding: text in, text out.
+Source: OpenAI's API reference (chat, completions, legacy logprobs), SGLang 0.5's /generate.
 """
 
 from __future__ import annotations
@@ -36,7 +40,7 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -45,6 +49,9 @@ import msgspec
 from .chat import CHATML, ChatTemplate, Codec, Message, byte_tokenizer, read_messages
 from .protocol import (ALIASES, GRAMMAR_FIELDS, Chunk, Logprob, Ready, Request, RequestError, SamplingParams, check_range, convert, refusal,
                        show)
+from .reasoning import CLOSED, OPENED, STYLES, Style, begins
+from .tools import FORMATS as CALL_FORMATS
+from .tools import Reply, Tool, Toolbox, ToolChoice, add_up, detect
 
 log = logging.getLogger("nano_sgl")
 
@@ -65,19 +72,24 @@ NO_EFFECT = {
     "prompt_cache_key": "a hint where the prefix may be cached; the radix tree finds it anyway",
     "prompt_cache_retention": "how long to keep it; the eviction policy decides",
     "prediction": "a guess at the answer, which could only make it faster",
-    "parallel_tool_calls": "there are no tools to call",
 }
 # Fields that are known and not supported, with the values that mean "not used": those pass, any other value is refused by name.
 NOT_USED: dict[str, list] = {
-    "tools": [[]], "tool_choice": ["none", "auto"], "functions": [[]], "function_call": ["none", "auto"],
+    "tools": [[]], "tool_choice": ["none", "auto"], "parallel_tool_calls": [True, False], "functions": [[]], "function_call": ["none", "auto"],
     "modalities": [["text"]], "audio": [], "web_search_options": [],
     "reasoning_effort": ["none"], "best_of": [1], "suffix": [""], "chat_template": [], "spaces_between_special_tokens": [True],
     "return_hidden_states": [False],
 }
 # Sampling fields that each route spells in its own way; all others a body may hold as they are.
 LOGPROB_FIELDS = {"logprobs", "prompt_logprobs", "logprob_start_len"}
-FORMATS = ("text", "json_object")                   # types of response_format
-FORMATS_TO_COME = ("json_schema", "structural_tag")
+# Types of response_format, and what each has beside.
+FORMATS = {"text": [], "json_object": ["schema"], "json_schema": ["json_schema"],
+           "structural_tag": ["format", "triggers", "structures", "at_least_one", "stop_after_first"]}
+NO_JSON = {"json_object": False, "json_strict": False, "json_any_order": False}
+PROMPT_TAIL = 64            # tokens at the end of a prompt, in which a tag of reasoning is looked for
+# What a response_format's json_schema has, and what that must be.
+SCHEMA_PARTS = {"name": (str, "text"), "description": (str, "text"), "schema": ((dict, bool, str), "a JSON schema"),
+                "strict": (bool, "true or false")}
 
 
 # ----------------------------------------------------------------------------------------------------------- bodies: JSON -> Call
@@ -110,6 +122,10 @@ class ChatBody(Body, kw_only=True):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
+    separate_reasoning: bool = True
+    tools: list[Tool] | None = None
+    tool_choice: str | ToolChoice | None = None
+    parallel_tool_calls: bool = True
 
 
 class CompletionBody(Body, kw_only=True):
@@ -237,27 +253,53 @@ def format_fields(wanted: dict[str, Any] | None, sampling: dict) -> dict[str, An
     if wanted is None:
         return {}
     kind = wanted.get("type")
-    if kind in FORMATS_TO_COME:
-        raise RequestError(f"{name} of type {kind!r} is not supported yet by this server; {' and '.join(map(repr, FORMATS))} are, and the fields "
-                           "regex, ebnf and choice constrain an output, too", name)
-    if kind not in FORMATS:
+    if kind not in list(FORMATS):
         raise RequestError(f"{name}: its type must be one of {', '.join(map(repr, FORMATS))}; got {show(kind)}", name)
-    for extra in wanted.keys() - {"type"}:
-        raise RequestError(f"{name} of type {kind!r} has nothing but the type; got {show(extra)}: {show(wanted[extra])}", name)
+    for extra in wanted.keys() - {"type", *FORMATS[kind]}:
+        raise RequestError(f"{name} of type {kind!r} has {', '.join(['type', *FORMATS[kind]])} and nothing else; got {show(extra)}: "
+                           f"{show(wanted[extra])}", name)
     if kind == "text":
         return {}
+    if (schema := wanted.get("schema")) is not None:        # as llama.cpp and others take it
+        fields = schema_fields({"schema": schema})
+    elif kind == "structural_tag":
+        fields = {"structural_tag": {part: value for part, value in wanted.items() if value is not None}}
+    else:
+        fields = schema_fields(wanted.get("json_schema")) if kind == "json_schema" else {"json_object": True}
     for other in GRAMMAR_FIELDS:
-        if other != "json_object" and sampling.get(other, "") != "":
+        if sampling.get(other) not in (None, "", False) and not (sampling[other] is True and fields.get(other) is True):
             raise RequestError(f"{name} and {other} are both given, and an output has one grammar: leave one of them out", name)
-    if isinstance(sampling.get("json_object"), bool):
-        del sampling["json_object"]
-    return {"json_object": True}
+    if "json_strict" in fields and sampling.get("json_strict") is not None:
+        raise RequestError(f"{name}: strict and the field json_strict are two names for one thing: give one of them", name)
+    return fields
+
+
+def schema_fields(given: Any) -> dict[str, Any]:
+    """The sampling fields for the json_schema of a response_format: OpenAI's name, description, schema and strict."""
+    name = "response_format"
+    if not isinstance(given, dict) or given.get("schema") in (None, ""):
+        raise RequestError(f"{name} of type 'json_schema' needs {{'json_schema': {{'name': ..., 'schema': {{...}}}}}}; got {show(given)}", name)
+    for key, value in given.items():
+        if key not in SCHEMA_PARTS:
+            raise RequestError(f"{name}: json_schema has {', '.join(SCHEMA_PARTS)} and nothing else; got {show(key)}: {show(value)}", name)
+        if value is not None and not isinstance(value, SCHEMA_PARTS[key][0]):
+            raise RequestError(f"{name}: json_schema.{key} must be {SCHEMA_PARTS[key][1]}; got {show(value)}", name)
+    return {"json_schema": given["schema"]} | ({} if given.get("strict") is None else {"json_strict": given["strict"]})
+
+
+def thoughtful(params: SamplingParams, style: Style | None, thinks: str) -> SamplingParams:
+    """Parameters of a model that thinks first: a grammar begins behind its thoughts, and these may have a budget."""
+    if style is None or params.reasoning_end is not None or params.grammar is None and params.thinking_budget is None:
+        return params
+    if thinks == CLOSED:
+        return msgspec.structs.replace(params, thinking_budget=None)
+    return msgspec.structs.replace(params, reasoning_end=style.end)
 
 
 def grammar_size(params: SamplingParams) -> int:
     """Characters of a grammar, and one for each string of a choice."""
-    kind, text = params.grammar or ("", "")
-    return sum(map(len, text)) + len(text) if kind == "choice" else len(text or "")
+    text = given.text if (given := params.grammar) else None
+    return sum(map(len, text)) + len(text) if isinstance(text, list) else len(text or "")
 
 
 @dataclass(frozen=True)
@@ -278,8 +320,9 @@ class Call:
 class Reader:
     """Bodies -> Calls, for one model. Pure host work, safe in any thread."""
 
-    def __init__(self, ready: Ready, model: str, template: str | None = None):
-        """model: the name clients use. template: a chat template instead of the model's; ValueError where it is none."""
+    def __init__(self, ready: Ready, model: str, template: str | None = None, reasoning: str | None = None, calls: str | None = None):
+        """model: the name clients use. template: a chat template instead of the model's; ValueError where it is none. reasoning: one of
+        reasoning.STYLES; None: what the model thinks is not told apart. calls: one of tools.FORMATS; None: what the template shows."""
         self.ready, self.model, self.created = ready, model, int(time.time())
         self.codec = Codec(ready.tokenizer_json)
         self.defaults = self._usable(ready.generation_defaults)
@@ -292,6 +335,8 @@ class Reader:
                 self.template = ChatTemplate(self.codec, ready.chat_template, ready.special_tokens)
             except ValueError as error:
                 self.why_no_chat = str(error)
+        self.style: Style | None = STYLES[reasoning] if reasoning else None
+        self.call_format = CALL_FORMATS[calls] if calls else detect(self.template.tool_source) if self.template else None
 
     def _usable(self, recommended: dict) -> dict:
         """The model's recommended sampling values without those that no request could hold: a client sent none of them."""
@@ -318,18 +363,44 @@ class Reader:
         check_range("top_logprobs", body.top_logprobs, like="logprobs")
         check_range("max_completion_tokens", body.max_completion_tokens, like="max_tokens")
         messages = read_messages(body.messages)
-        self.codec.check_length(sum(len(m["content"]) for m in messages), self.ready.context_len)
+        tools = Toolbox.of(body.tools, body.tool_choice, body.parallel_tool_calls, self.call_format, self.template.takes_tools)
+        called = sum(len(call.function.arguments) for message in body.messages for call in message.tool_calls or ())
+        self.codec.check_length(sum(len(m["content"]) for m in messages) + called + (tools.chars if tools else 0), self.ready.context_len)
         if len(messages) > self.ready.context_len:
             raise RequestError(f"{len(messages)} messages cannot fit into a context of {self.ready.context_len} tokens",
                                "messages")
-        ids = self.template.encode(messages, continue_final=body.continue_final_message,
+        ids = self.template.encode(messages, continue_final=body.continue_final_message, tools=tools and tools.for_template(),
                                    add_generation_prompt=body.add_generation_prompt, variables=body.chat_template_kwargs)
         longest = sampling.setdefault("max_tokens", body.max_completion_tokens)
         if body.max_completion_tokens not in (None, longest):
             raise RequestError(f"max_tokens and max_completion_tokens are two names for one thing; got {show(longest)} and "
                                f"{body.max_completion_tokens}, give one of them", "max_completion_tokens")
-        params = self._params(body, sampling, logprobs=(body.top_logprobs or 0) if body.logprobs else None)
-        return self._call(body, [Prompt(ids)], [params], ChatAnswer, "chatcmpl-")
+        if tools is not None:
+            sampling.setdefault("skip_special_tokens", False)   # some models' calls begin with one
+        thinks = self._thinks(body, ids, messages)
+        params = self._params(body, sampling, lambda given: thoughtful(self._with_calls(given, tools), self.style, thinks),
+                              logprobs=(body.top_logprobs or 0) if body.logprobs else None)
+        opened = thinks == OPENED or params.reasoning_end is not None       # where a grammar waits for the closing tag, all before it is thought
+        style = None if thinks == CLOSED or not body.separate_reasoning else self.style
+        return self._call(body, [Prompt(ids)], [params], ChatAnswer, "chatcmpl-", tools=tools, reply=lambda: Reply(style, opened, tools))
+
+    def _with_calls(self, params: SamplingParams, tools: Toolbox | None) -> SamplingParams:
+        """Parameters under which the output calls tools, as these demand it."""
+        if tools is None:
+            return params
+        msgspec.structs.replace(params, thinking_budget=None).verify(self.ready.vocab_size, self.ready.context_len)   # before a grammar is replaced
+        tag = tools.constraint(None if params.grammar is None or params.grammar.kind == "reasoning" else params.grammar)
+        if tag is None:
+            return params
+        return msgspec.structs.replace(params, **dict.fromkeys(GRAMMAR_FIELDS) | NO_JSON | {"structural_tag": tag})
+
+    def _thinks(self, body: ChatBody, ids: list[int], messages: list[dict]) -> str:
+        """Where the answer to a prompt begins: see reasoning.py. CLOSED without a style."""
+        if self.style is None:
+            return CLOSED
+        enabled = (body.chat_template_kwargs or {}).get("enable_thinking") is not False
+        said = messages[-1]["content"] if body.continue_final_message else ""
+        return begins(self.style, self.codec.decode(ids[-PROMPT_TAIL:]), said, enabled)
 
     def completion(self, raw: bytes) -> Call:
         """The call that a body of /v1/completions makes."""
@@ -393,9 +464,10 @@ class Reader:
         if getattr(body, "stream_options", None) is not None and not body.stream:
             raise RequestError("stream_options is for stream: true", "stream_options")
 
-    def _params(self, body: ChatBody | CompletionBody, sampling: dict, **logprobs: int | None) -> SamplingParams:
-        """The parameters of an OpenAI route: the model's recommended values where the client gives none."""
-        params = SamplingParams.from_dict({**self.defaults, **format_fields(body.response_format, sampling), **sampling, **logprobs})
+    def _params(self, body: ChatBody | CompletionBody, sampling: dict, change: Callable[[SamplingParams], SamplingParams] = lambda given: given,
+                **logprobs: int | None) -> SamplingParams:
+        """The parameters of an OpenAI route: the model's recommended values where the client gives none. change: what else they depend on."""
+        params = change(SamplingParams.from_dict({**self.defaults, **sampling, **format_fields(body.response_format, sampling), **logprobs}))
         params.verify(self.ready.vocab_size, self.ready.context_len)
         return params
 
@@ -426,7 +498,8 @@ class Reader:
             raise RequestError(f"{sum(len(p.ids) for p in prompts)} prompt tokens with n = {max(p.n for p in params)} make "
                                f"{total} tokens, a prompt counted for each of its samples; at most {MAX_PROMPT_TOKENS} go into "
                                "one call", "n")
-        if (total := sum(grammar_size(p) * p.n for p in params)) > MAX_CALL_GRAMMARS:
+        sizes = {key: grammar_size(p) for key, p in {id(p): p for p in params}.items()}  # most often one for all prompts
+        if (total := sum(sizes[id(p)] * p.n for p in params)) > MAX_CALL_GRAMMARS:
             kind = next(p.grammar[0] for p in params if p.grammar)
             raise RequestError(f"{kind}: the grammars of this call make {total} characters, counted for each of its {sum(p.n for p in params)} "
                                f"samples; at most {MAX_CALL_GRAMMARS} go into one call", kind)
@@ -478,7 +551,7 @@ class Choice:
         self.stop_reason: str | int | None = None
         self.cached_tokens = 0
         self.speculation: dict | None = None
-        self.started = False
+        self.started = self.called = False  # called: it has called a tool
         self.shown: dict[str, list[msgspec.Raw]] = {}  # the logprobs of a GenerateAnswer, as JSON
         self._offset, self._utf8 = 0, codecs.getincrementaldecoder("utf-8")("replace")
 
@@ -495,6 +568,11 @@ class Choice:
         offset = self._offset
         self._offset += len(self._utf8.decode(self.codec.token_bytes(token_id)))
         return offset
+
+    @property
+    def reason(self) -> str | None:
+        """Why it has ended, as OpenAI's API says it."""
+        return "tool_calls" if self.called and self.finish_reason == "stop" else self.finish_reason
 
     @property
     def echo(self) -> str:
@@ -542,6 +620,10 @@ class Answer:
     def events(self, choice: Choice, chunk: Chunk) -> list:
         raise NotImplementedError
 
+    def blame(self, error: RequestError) -> RequestError:
+        """What ended the call, in the words of its API."""
+        return error
+
     def last_events(self) -> list:
         """What follows the last chunk of a stream, before [DONE]."""
         return [self._head([], usage=self.usage())] if self.include_usage else []
@@ -562,7 +644,7 @@ class Answer:
     def _event(self, choice: Choice, content: dict, logprobs: dict | None, finished: bool) -> dict:
         """One chunk of an OpenAI stream."""
         return self._head([{"index": choice.index, **content, "logprobs": logprobs,
-                            "finish_reason": choice.finish_reason if finished else None,
+                            "finish_reason": choice.reason if finished else None,
                             **({"matched_stop": choice.stop_reason} if finished else {})}],
                           usage=self.usage() if self.continuous_usage else None)
 
@@ -571,21 +653,34 @@ class ChatAnswer(Answer):
     """OpenAI's chat: a message, or deltas of one; the role comes first, the end in a chunk of its own."""
     object, chunk_object = "chat.completion", "chat.completion.chunk"
 
+    def __init__(self, *args, tools: Toolbox | None, reply: Callable[[], Reply]):
+        """reply: makes what sorts the text of a choice into the fields of its message."""
+        super().__init__(*args)
+        self.tools, self.reply = tools, reply
+        self.replies = [reply() for _ in self.choices] if self.body.stream else []
+
     def events(self, choice: Choice, chunk: Chunk) -> list:
-        events = []
-        if not choice.started:
-            events.append(self._event(choice, {"delta": {"role": "assistant", "content": ""}}, None, finished=False))
+        deltas = self.replies[choice.index].feed(chunk.text, ended=chunk.finish_reason is not None)
+        choice.called |= any("tool_calls" in delta for delta in deltas)
         logprobs = self._logprobs(chunk.logprobs) if chunk.logprobs is not None else None
-        if chunk.text or logprobs:
-            events.append(self._event(choice, {"delta": {"content": chunk.text}}, logprobs, finished=False))
+        if logprobs and not deltas:
+            deltas = [{"content": ""}]
+        events = [] if choice.started else [self._event(choice, {"delta": {"role": "assistant", "content": ""}}, None, finished=False)]
+        for n, delta in enumerate(deltas):
+            events.append(self._event(choice, {"delta": delta}, None if n else logprobs, finished=False))
         if chunk.finish_reason:
             events.append(self._event(choice, {"delta": {}}, None, finished=True))
         return events
 
     def choice_json(self, choice: Choice) -> dict:
-        return {"index": choice.index, "message": {"role": "assistant", "content": choice.text, "refusal": None},
+        message = add_up(self.reply().feed(choice.text, ended=True))
+        choice.called = "tool_calls" in message
+        return {"index": choice.index, "message": {"role": "assistant", "refusal": None, **message},
                 "logprobs": self._logprobs(choice.logprobs) if self.body.logprobs else None,
-                "finish_reason": choice.finish_reason, "matched_stop": choice.stop_reason}
+                "finish_reason": choice.reason, "matched_stop": choice.stop_reason}
+
+    def blame(self, error: RequestError) -> RequestError:
+        return self.tools.blame(error) if self.tools else error
 
     def _logprobs(self, entries: list[Logprob]) -> dict:
         def show_token(token_id: int, logprob: float) -> dict:

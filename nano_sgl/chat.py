@@ -38,33 +38,50 @@ import secrets
 import time
 from contextvars import ContextVar
 from datetime import datetime
-from typing import Any
+from typing import Any, Literal
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.nodes
 import jinja2.sandbox
 import msgspec
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from .protocol import RequestError
+from .protocol import RequestError, show
 
 RENDER_LIMIT_S = 2.0
 RENDER_LIMIT_CHARS = 32 << 20
-ROLES = ("system", "developer", "user", "assistant")  # developer: OpenAI's newer word for system, and rendered as that
+ROLES = ("system", "developer", "user", "assistant", "tool")  # developer: OpenAI's newer word for system, and rendered as that
 UNTRUSTED = ("user", "tool")                          # roles whose words come from outside
 RESERVED = ("messages", "tools", "documents", "chat_template", "add_generation_prompt", "continue_final_message")
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
+class CalledFunction(msgspec.Struct, forbid_unknown_fields=True):
+    """arguments: the text of a JSON object."""
+    name: str
+    arguments: str
+
+
+class ToolCall(msgspec.Struct, forbid_unknown_fields=True):
+    """A call as an answer has it, and a client sends it back. index: in a stream, nothing here."""
+    function: CalledFunction
+    id: str | None = None
+    type: Literal["function"] = "function"
+    index: int | None = None
+
+
 class Message(msgspec.Struct, forbid_unknown_fields=True):
     """One message as a client sends it. content: text, or a list of parts {"type": "text", "text": ...}, which are joined
-    without separator; null, for nothing said, is for assistants only. The rest stands in answers that clients send back: empty, or
-    refused."""
+    without separator; null, for nothing said, is for assistants only. reasoning_content and tool_calls are an assistant's, and
+    tool_call_id a tool's: which call it answers. The rest stands in answers that clients send back: empty, or refused."""
     role: str
     content: str | list[dict[str, Any]] | None = None
     name: str | None = None
-    tool_calls: Any = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
     function_call: Any = None
     refusal: Any = None
     annotations: Any = None
@@ -185,9 +202,12 @@ def read_messages(messages: list[Message]) -> list[dict]:
         if message.role not in ROLES:
             raise RequestError(f"messages[{n}].role: {message.role!r} is not supported; expected one of {', '.join(ROLES)}",
                                "messages")
-        for field in ("tool_calls", "function_call", "refusal", "annotations", "audio"):
+        for field in ("function_call", "refusal", "annotations", "audio"):
             if getattr(message, field):
                 raise RequestError(f"messages[{n}].{field} is not supported; leave it out", "messages")
+        for field, role in (("tool_calls", "assistant"), ("reasoning_content", "assistant"), ("tool_call_id", "tool")):
+            if getattr(message, field) and message.role != role:
+                raise RequestError(f"messages[{n}].{field} is for the role {role}; this message's is {message.role}", "messages")
         content = message.content
         if content is None:
             if message.role != "assistant":
@@ -197,9 +217,23 @@ def read_messages(messages: list[Message]) -> list[dict]:
         if not isinstance(content, str):
             content = "".join(_read_part(part, n, m) for m, part in enumerate(content))
         plain.append({"role": "system" if message.role == "developer" else message.role, "content": content})
-        if message.name is not None:
-            plain[-1]["name"] = message.name
+        for field in ("name", "tool_call_id", "reasoning_content"):
+            if getattr(message, field) is not None:
+                plain[-1][field] = getattr(message, field)
+        if message.tool_calls:
+            plain[-1]["tool_calls"] = [_read_call(call, f"messages[{n}].tool_calls[{m}]") for m, call in enumerate(message.tool_calls)]
     return plain
+
+
+def _read_call(call: ToolCall, where: str) -> dict:
+    """A call as templates expect it, its arguments as an object."""
+    try:
+        arguments = msgspec.json.decode(call.function.arguments or "{}")
+    except (msgspec.DecodeError, RecursionError, UnicodeEncodeError):
+        arguments = None
+    if not isinstance(arguments, dict):
+        raise RequestError(f"{where}.function.arguments: expected the text of a JSON object, got {show(call.function.arguments)}", "messages")
+    return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
 
 
 def _read_part(part: dict, n: int, m: int) -> str:
@@ -225,20 +259,23 @@ class ChatTemplate:
     ...)."""
 
     def __init__(self, codec: Codec, source: str | dict[str, str], special_tokens: dict[str, str]):
-        """source: the template, or several by name, of which "default" is taken. ValueError where it is not valid."""
-        if not isinstance(source, str):
-            if "default" not in source:
-                raise ValueError(f"of several chat templates one must be named default; there are {', '.join(source)}")
-            source = source["default"]
+        """source: the template, or several by name, of which "default" is taken, and with tools "tool_use" if there is one. ValueError where it is
+        not valid."""
+        named = {"default": source} if isinstance(source, str) else source
+        if "default" not in named:
+            raise ValueError(f"of several chat templates one must be named default; there are {', '.join(named)}")
         self.codec = codec
         self.special_tokens = special_tokens
-        self._template = compile_template(source)
+        self.source, self.tool_source = named["default"], named.get("tool_use", named["default"])
+        self._template, self._tool_template = compile_template(self.source), compile_template(self.tool_source)
+        self.takes_tools = "tools" in jinja2.meta.find_undeclared_variables(_Environment().parse(self.tool_source))
+        source = self.source + self.tool_source
         special = {codec.added[i].content for i in codec.control_ids}
         self._special = any_of(special)
         self._control = any_of(special | {token.content for token in codec.added.values() if token.content in source})
 
     def encode(self, messages: list[dict], *, continue_final: bool = False, add_generation_prompt: bool = True,
-               variables: dict | None = None) -> list[int]:
+               variables: dict | None = None, tools: list[dict] | None = None) -> list[int]:
         """Ids of a conversation (see `render`)."""
         marks: list[tuple[str, str]] = []
         nonce = secrets.token_hex(8)
@@ -247,31 +284,38 @@ class ChatTemplate:
             marks.append((f"_{nonce}_{len(marks)}_", found[0]))  # characters that repr and JSON leave as they are
             return marks[-1][0]
 
-        hidden = [{key: value if key == "role" else (self._control if m["role"] in UNTRUSTED else self._special).sub(hide, value)
-                   for key, value in m.items()} for m in messages]
-
-        def hide_in(value: Any) -> Any:
+        def hide_in(value: Any, pattern: re.Pattern) -> Any:
             if isinstance(value, str):
-                return self._control.sub(hide, value)
+                return pattern.sub(hide, value)
             if isinstance(value, dict):
-                return {hide_in(key): hide_in(inner) for key, inner in value.items()}
-            return [hide_in(inner) for inner in value] if isinstance(value, list) else value
+                return {hide_in(key, pattern): hide_in(inner, pattern) for key, inner in value.items()}
+            return [hide_in(inner, pattern) for inner in value] if isinstance(value, list) else value
 
+        hidden, part = [], "messages"
         try:
-            variables = {key: hide_in(value) for key, value in (variables or {}).items()}
+            for message in messages:
+                pattern = self._control if message["role"] in UNTRUSTED else self._special
+                hidden.append({key: value if key == "role" else hide_in(value, pattern) for key, value in message.items()})
+            part = "tools"
+            tools = hide_in(tools, self._control)
+            part = "chat_template_kwargs"
+            variables = {key: hide_in(value, self._control) for key, value in (variables or {}).items()}
         except RecursionError:
-            raise RequestError("chat_template_kwargs is nested too deeply", "chat_template_kwargs") from None
+            raise RequestError(f"{part} is nested too deeply", part) from None
         text = self.render(hidden, continue_final=continue_final, add_generation_prompt=add_generation_prompt,
-                           variables=variables)
+                           variables=variables, tools=tools)
         return self.codec.encode_between_controls(text, marks) if marks else self.codec.encode(text, add_special_tokens=False)
 
     def render(self, messages: list[dict], *, continue_final: bool = False, add_generation_prompt: bool = True,
-               variables: dict | None = None) -> str:
+               variables: dict | None = None, tools: list[dict] | None = None) -> str:
         """The text of a conversation (`read_messages`). continue_final: it ends inside the last message, for the model to go on
         with.
 
-        variables: further names the template may ask for. RequestError where the template refuses, fails, or works without end.
+        variables: further names the template may ask for. tools: those that the model may call, as OpenAI's API has them. RequestError where the
+        template refuses, fails, works without end, or would drop calls that a message holds.
         """
+        if "tool_calls" not in (self.tool_source if tools else self.source) and any("tool_calls" in message for message in messages):
+            raise RequestError("messages: the model's chat template drops tool_calls, so that the model would not know of its calls", "messages")
         for name in variables or {}:
             if name in RESERVED:
                 raise RequestError(f"chat_template_kwargs: {name!r} cannot be set here", "chat_template_kwargs")
@@ -280,9 +324,9 @@ class ChatTemplate:
             if messages[-1]["role"] != "assistant":
                 raise RequestError("continue_final_message: the last message must be the assistant's", "continue_final_message")
             messages = [*messages[:-1], {**messages[-1], "content": messages[-1]["content"] + end + " "}]
-        names = {**self.special_tokens, "tools": None, "documents": None, **(variables or {}), "messages": messages,
+        names = {**self.special_tokens, "tools": tools, "documents": None, **(variables or {}), "messages": messages,
                  "add_generation_prompt": add_generation_prompt and not continue_final}
-        text = self._run(names)
+        text = self._run(self._tool_template if tools else self._template, names)
         if continue_final:
             if end not in text:
                 raise RequestError("continue_final_message: this model's chat template does not keep the last message whole",
@@ -291,11 +335,11 @@ class ChatTemplate:
             text = text if rest.startswith(" ") else text.rstrip()  # a template that trims contents would have trimmed this one
         return text
 
-    def _run(self, names: dict) -> str:
+    def _run(self, template: jinja2.Template, names: dict) -> str:
         pieces, size = [], 0
         token = _deadline.set(time.monotonic() + RENDER_LIMIT_S)
         try:
-            for piece in self._template.generate(names):
+            for piece in template.generate(names):
                 pieces.append(piece)
                 size += len(piece)
                 _check_deadline()

@@ -325,7 +325,7 @@ def refusal(request: Request, error: Exception) -> RequestError:
     """What a client is told whose grammar was refused. Errors of other kinds are not theirs, and are passed on as they are."""
     if isinstance(error, RequestError):
         return error
-    kind = request.params.grammar[0]
+    kind = "reasoning_end" if request.params.grammar.kind == "reasoning" else request.params.grammar.kind
     if isinstance(error, GrammarError):
         text = str(error)
         return RequestError(text if text.startswith(f"{kind}:") else f"{kind}: {text}", kind)

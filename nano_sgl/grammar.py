@@ -42,15 +42,15 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import numpy as np
 
-from . import schema
+from . import json_schema, schema, structural_tag  # noqa: F401 (two of them register themselves)
 from .automaton import Automaton, NodeSet, Template, distinct
 from .nodes import COMPARED, DONE, NEVER, Stacks, normalize
 from .rules import Byte, Cat, GrammarError, Ref, Repeat, Rules, tick, time_limit
+from .tables import ADD_SHIFT, COUNT_SHIFT, INDEX, KEEP, MORE, Row, Tables, join_maps
 from .vocab import Vocab
 
 MAX_READINGS = 1000             # configurations of one state
@@ -66,99 +66,7 @@ MAX_BUILD_S, USUAL_ROW_S = 10.0, 0.005  # CPU seconds of all rows of a grammar, 
 DENSE = 768                     # tokens from which a template is worth a map
 MAX_JOINT = 3                   # templates in one map
 INF = (1 << 31) - 1
-COUNT_SHIFT = 32                # a state is index | count << 32
-INDEX = (1 << COUNT_SHIFT) - 1
 REGISTER = -1                   # in place of a count: the number beside the state; -1 - k: k more than that
-MORE, KEEP, ADD_SHIFT = 1, 2, 2  # of a line's op: another line follows; the count is kept; what is added to it (or to 0)
-
-
-class Row(NamedTuple):
-    """What every token leads to: `value = over.get(token)`, else `vec[maps[map][token]]`. `over_tokens` int32, sorted."""
-    map: int
-    vec: np.ndarray             # int32 [classes]: index of the first line
-    over_tokens: np.ndarray
-    over_values: np.ndarray
-
-
-class Pool:
-    """An array that grows at its end. `array` is what is in use."""
-
-    def __init__(self, *width: int, dtype=np.int32):
-        self._data, self.size = np.zeros((64, *width), dtype), 0
-
-    @property
-    def array(self) -> np.ndarray:
-        return self._data[: self.size]
-
-    def append(self, items: np.ndarray) -> int:
-        """Where the items begin."""
-        start = self.size
-        while start + len(items) > len(self._data):
-            self._data = np.concatenate([self._data, np.zeros_like(self._data)])
-        self._data[start : start + len(items)] = items
-        self.size += len(items)
-        return start
-
-    def since(self, start: int) -> np.ndarray:
-        """What was appended from `start` on; may be asked without the lock: what is being appended at this moment is not there yet."""
-        size = self.size        # first: an array got later holds at least as much
-        return self._data[start:size]
-
-
-class Tables:
-    """All that a device needs, for all grammars of a vocabulary. Everything is appended; nothing changes but a state's entry, once, when its row is
-    built.
-
-    `maps` list of int16 [V], map 0 is all zero; `vec` int32 pool, values by class (class 0 is always "not allowed"); `over_token`, `over_value`
-    int32 pools; `lines` int32 [:, 4] min, max, next state (index), op. A value is the index of its first line; 0 is never allowed.
-    `states` int32 [:, 5] map (-1: no row yet), start in `vec`, start and end in `over_*`, the count from which it accepts (INF: never).
-    """
-
-    def __init__(self, vocab: Vocab):
-        self.vocab = vocab
-        self.maps = [np.zeros(vocab.size, np.int16)]
-        self.class_sizes: list[np.ndarray] = [np.array([vocab.size])]
-        self.vec, self.over_token, self.over_value = Pool(), Pool(), Pool()
-        self.lines, self.states = Pool(4), Pool(5)
-        self.lines.append(np.array([[1, 0, -1, 0]]))
-        self.rows: list[Row | None] = []            # by state
-        self.built: list[int] = []                  # the states whose rows are whole, in the order in which they became so
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that a device copy needs."""
-        pools = (self.vec, self.over_token, self.over_value, self.lines, self.states)
-        return sum(pool.array.nbytes for pool in pools) + len(self.maps) * self.maps[0].nbytes
-
-    def add_state(self, accept_from: int) -> int:
-        self.rows.append(None)
-        return self.states.append(np.array([[-1, 0, 0, 0, accept_from]]))
-
-    def add_map(self, classes: np.ndarray) -> int:
-        """`classes` by token, 0 for what is not allowed."""
-        self.class_sizes.append(np.bincount(classes))
-        self.maps.append(classes.astype(np.int16))
-        if len(self.class_sizes[-1]) > 1 << 15:
-            raise GrammarError("a state of the grammar leads to more than 32,768 others", "grammar")
-        return len(self.maps) - 1
-
-    def add_row(self, state: int, row: Row) -> None:
-        vec, over = self.vec.append(row.vec), self.over_token.append(row.over_tokens)
-        self.over_value.append(row.over_values)
-        self.states.array[state, :4] = row.map, vec, over, over + len(row.over_tokens)
-        self.rows[state] = row
-        self.built.append(state)                    # last: masks.py reads without the lock, and what is here must be whole
-
-    def allowed(self, values: np.ndarray, count: int | np.ndarray) -> np.ndarray:
-        """For each value the line that holds, 0 if none does. `count`: one, or one for each value."""
-        lines = self.lines.array
-        found, at = np.zeros_like(values), values
-        while True:
-            line = lines[at]
-            found = np.where((line[:, 0] <= count) & (count <= line[:, 1]), at, found)
-            if not (line[:, 3] & MORE).any():
-                return found
-            at = np.where(line[:, 3] & MORE, at + 1, 0)
 
 
 class Shared:
@@ -177,32 +85,23 @@ class Shared:
     def map_of(self, templates: list[Template]) -> tuple[int, list[tuple[int, ...]]]:
         """(map, for each of its classes the class in each template, 0: not in it)."""
         key = tuple(t.number for t in templates)
-        if key not in self._maps and len(templates) == 1:
-            classes, split = np.zeros(self.tables.vocab.size, np.int32), [(cls,) for cls in range(len(templates[0].classes) + 1)]
-            classes[templates[0].tokens] = templates[0].cls + 1
-            self._maps[key] = self.tables.add_map(classes), split
-        elif key not in self._maps:
-            classes = np.zeros(self.tables.vocab.size, np.int64)
-            split = [(0,) * len(templates)]         # class 0 is for tokens that are in no template
-            for i, t in sorted(enumerate(templates), key=lambda one: -one[1].tokens.size):
-                width = len(t.classes)
-                values, cls = distinct(classes[t.tokens] * width + t.cls)
-                classes[t.tokens] = cls + len(split)
-                split += [(*old[:i], value % width + 1, *old[i + 1 :]) for value in values for old in [split[value // width]]]
-            used = np.bincount(classes, minlength=len(split)) > 0       # not those of which all tokens went on into others
-            used[0] = True
-            classes, split = (np.cumsum(used) - 1)[classes], [one for one, is_used in zip(split, used) if is_used]
-            self._maps[key] = self.tables.add_map(classes), split
+        if key not in self._maps:
+            (classes, sizes), split = templates[0].map, [(cls,) for cls in range(len(templates[0].classes) + 1)]
+            for template in templates[1:]:
+                width = len(template.classes) + 1
+                classes, sizes, keys = join_maps(classes, template.map[0], len(split), width, self.tables.vocab.walker)
+                split = [(*split[key // width], key % width) for key in keys]
+            self._maps[key] = self.tables.add_map(classes, sizes), split
         return self._maps[key]
 
 
 # ------------------------------------------------------------------------------------------------------------------------- grammars
 
-def compile(kind: str, text, vocab: Vocab, *, whitespace: str = "fixed", deadline: float | None = None) -> Grammar:
+def compile(kind: str, text, vocab: Vocab, *, whitespace: str = "fixed", deadline: float | None = None, **options) -> Grammar:
     """A grammar of any kind that schema.py knows. Raises GrammarError, which names what is refused and where; so it does for what is not done by
     `deadline` (time.monotonic)."""
     with time_limit(deadline):
-        return compile_rules(schema.rules(kind, text, whitespace=whitespace), vocab)
+        return compile_rules(schema.rules(kind, text, whitespace=whitespace, **options), vocab)
 
 
 def compile_rules(rules: Rules, vocab: Vocab) -> Grammar:
@@ -243,14 +142,22 @@ class Grammar:
         self._configs: dict[int, tuple] = {}                        # state -> its configurations
         self._masks: dict[int, np.ndarray] = {}
         done = self._stacks.of(frozenset((DONE,)))
+        # Of a model that thinks first: what it must write once it has thought enough, and the frame that lies lowest as long as it thinks
+        self.closing = None if rules.closing is None else Grammar(shared, Rules(rules.rules, rules.closing))
         self.start = self._pack(self._closure(self._stacks.push(self._nodes.cut(start), done)))
+        self._lowest: dict[int, frozenset] = {done: frozenset((DONE,))}
+        self._thought = self._lowest_frames(self.start & INDEX) if self.closing else frozenset()
 
     # ---- what a reader came for
 
     @property
     def places(self) -> int:
         """What it holds of memory beside its tables: some 450 bytes each."""
-        return self._places + self._stacks.places
+        return self._places + self._stacks.places + (self.closing.places if self.closing else 0)
+
+    def has(self, state: int) -> bool:
+        """Whether it is one of its own states; `closing` has others."""
+        return state & INDEX in self._configs
 
     @staticmethod
     def split(state: int) -> tuple[int, int]:
@@ -273,8 +180,17 @@ class Grammar:
                             row = _RowBuilder(self, index).build()
                     finally:
                         self._build_s += max(time.thread_time() - began - USUAL_ROW_S, 0.0)
+                    if self.thinks(index):
+                        self.tables.exits.append(np.array([[index, self.closing.start & INDEX]]))
                     self.tables.add_row(index, row)
         return row
+
+    def thinks(self, state: int) -> bool:
+        """Whether a model that thinks first still does, and between two characters could close that: with what `closing` begins with."""
+        if self.closing is None or self._lowest_frames(state & INDEX) != self._thought:
+            return False
+        with self.shared.lock:
+            return bool(self._alive(self._unpack(state)) & self.closing._alive(self.closing._unpack(self.closing.start)))
 
     def mask(self, state: int) -> np.ndarray:
         """int32 [ceil(V / 32)]: bit t % 32 of word t // 32 is set if token t may come next. End ids are allowed where the text may end."""
@@ -353,6 +269,22 @@ class Grammar:
         return sorted(found.items(), key=lambda item: -item[1])
 
     # ---- stacks
+
+    def _lowest_frames(self, index: int) -> frozenset:
+        """What comes last before the end, in the readings of a state; DONE, where they are at their last."""
+        lowest, stacks = self._lowest, {config[1] for config in self._configs[index]}
+        work = list(stacks)
+        while work:
+            stack = work[-1]
+            needs = [below for frame in self._stacks.frames[stack] if frame != DONE and (below := frame[1]) not in lowest]
+            if needs:
+                work += needs
+            else:
+                work.pop()
+                found = (frozenset((frame[0],)) if lowest[frame[1]] == {DONE} else lowest[frame[1]] for frame in self._stacks.frames[stack]
+                         if frame != DONE)
+                lowest.setdefault(stack, frozenset().union(*found, {DONE} if DONE in self._stacks.frames[stack] else ()))
+        return frozenset().union(*map(lowest.__getitem__, stacks))
 
     def _firsts(self, node: int) -> list[tuple[int, tuple[int, ...]]]:
         """(leaf, frames that lie below it, the lowest first) for each leaf that the node may begin with. Without recursion: chains are long."""
@@ -437,7 +369,9 @@ class Grammar:
 
     # ---- sets of configurations
 
-    def _set(self, may_end: bool, configs: Iterable[tuple]) -> int:
+    def _set(self, may_end: bool, configs: Sequence[tuple]) -> int:
+        if len(configs) == 1 and (found := self._set_ids.get((may_end, frozenset(configs)))) is not None:
+            return found
         merged: dict[tuple[int, int, int], int] = {}
         for q, stack, loop, count in configs:
             other = merged.setdefault((q, loop, count), stack)
@@ -506,8 +440,8 @@ class Grammar:
         key = accept_from, frozenset(rest)
         index = self._state_ids.get(key)
         if index is None:
-            if len(self._state_ids) >= MAX_GRAMMAR_STATES or self.tables.nbytes > MAX_TABLE_BYTES:
-                raise GrammarError(f"the grammar needs more than {MAX_GRAMMAR_STATES} states or {MAX_TABLE_BYTES >> 20} MiB", "grammar")
+            if len(self._state_ids) >= MAX_GRAMMAR_STATES:
+                raise GrammarError(f"the grammar needs more than {MAX_GRAMMAR_STATES} states", "grammar")
             index = self._state_ids[key] = self.tables.add_state(accept_from)
             self._configs[index] = tuple(sorted(rest))
         return index, keep, add
@@ -545,7 +479,7 @@ class Grammar:
     def _advance(self, which: int, byte: int) -> int | None:
         may_end, configs = False, []
         for q, stack, loop, count in self._waiting(which):
-            to = self._automaton.expand(q).get(byte)
+            to = self._automaton.moves(q).get(byte)
             if to is None:
                 continue
             if loop:
@@ -587,16 +521,23 @@ class Grammar:
             found = self._joined[key] = self._value(tuple(lines))
         return found
 
-    def _entry(self, value: int) -> int:
-        """The value in the tables: the index of its first line. Makes the states that it leads to."""
-        found = self._entries.get(value)
-        if found is None:
-            lines = []
-            for i, (low, high, which) in enumerate(self._values[value], start=1):
+    def _entry_of(self, values: np.ndarray) -> np.ndarray:
+        """The values in the tables, int32: the index of the first line of each. Makes the states that they lead to."""
+        if self.tables.nbytes > MAX_TABLE_BYTES:
+            raise GrammarError(f"the grammars need more than {MAX_TABLE_BYTES >> 20} MiB", "grammar")
+        found, at = distinct(values)
+        new, lines = [value for value in found if value not in self._entries], []
+        starts = []
+        for value in new:
+            starts.append(len(lines))
+            for low, high, which in self._values[value]:
                 index, keep, add = self._state(which)
-                lines.append((low, high, index, add << ADD_SHIFT | KEEP * keep | MORE * (i < len(self._values[value]))))
-            found = self._entries[value] = self.tables.lines.append(np.array(lines))
-        return found
+                lines.append((low, high, index, add << ADD_SHIFT | KEEP * keep | MORE))
+            lines[-1] = (*lines[-1][:3], lines[-1][3] & ~MORE)
+        if new:
+            base = self.tables.lines.append(np.array(lines))
+            self._entries.update(zip(new, (base + start for start in starts)))
+        return np.array([self._entries[value] for value in found], np.int32)[at]
 
 
 # ----------------------------------------------------------------------------------------------------------------------------- rows
@@ -642,7 +583,7 @@ class _RowBuilder:
     def _fresh(self, place: tuple, sources: list) -> list[tuple[int, NodeSet, np.ndarray | None]]:
         """What of (stack, positions, xs) is to be followed: one stack for the same positions, positions with the same stack together, and none that
         an earlier wave has followed with a stack that allows as much. Of a few positions, that is not worth looking for."""
-        self.begun += sum(starts.nodes.size + 100 for _, starts, _ in sources)
+        self.begun += sum(starts.size + 100 for _, starts, _ in sources)
         many = self.begun > self.tables.vocab.byte.size
         if len(sources) > 1:
             known, stacks = self.grammar._stacks, {}
@@ -653,49 +594,70 @@ class _RowBuilder:
                 stack = some.pop() if len(some) == 1 else known.of(frozenset().union(*map(known.frames.__getitem__, some)))
                 places.setdefault(stack, []).append((starts, xs))
             sources = [(stack, *self._merge(found)) for stack, found in places.items()]
-        elif many and sources[0][1].nodes.size > 64:
+        elif many and sources[0][1].size > 64 and not sources[0][1].ascending:
             sources = [(sources[0][0], *self._merge([sources[0][1:]]))]
         done = self.done.setdefault(place, [])
         if many and done:
-            sources = [left for source in sources if (left := self._left(*source, done))[1].nodes.size]
+            sources = [left for source in sources if (left := self._left(*source, done))[1].size]
         done += sources
         return sources
 
     def _left(self, stack: int, starts: NodeSet, xs: np.ndarray | None, done: list) -> tuple[int, NodeSet, np.ndarray | None]:
         """The positions that were not followed before with a stack, and a condition, that allow as much; all of them if that is most."""
-        before = [(other.nodes, more) for below, other, more in done[-COMPARED:] if self.grammar._stacks.covers(below, stack)]
+        before = [(other, more) for below, other, more in done[-COMPARED:] if self.grammar._stacks.covers(below, stack)]
         if not before:
             return stack, starts, xs
-        width = 2 + max(int(more.max()) if more is not None else 0 for _, more in [*before, (None, xs)])
-        seen = np.zeros((self.tables.vocab.byte.size, width), bool)
-        for nodes, more in before:
-            if more is None:
-                seen[nodes] = True
-            else:
-                seen[nodes, more + 1] = True
-                seen[nodes[more < 0]] = True
-        if self.low <= 1:                           # fewer characters begun are better, but none: there must have been one
-            np.logical_or.accumulate(seen[:, 2:], axis=1, out=seen[:, 2:])
-        left = ~seen[starts.nodes, 0 if xs is None else xs + 1]
-        if left.mean() > 0.5:
+        gone = self._always(before)[starts.nodes]
+        if xs is not None:
+            nodes, more = self._conditional(before)
+            if self.low > 1:
+                gone |= np.isin(starts.nodes.astype(np.int64) * 8192 + xs, nodes.astype(np.int64) * 8192 + more)
+            else:                                   # fewer characters begun are better, but none: there must have been one
+                least = np.full((2, self.tables.vocab.byte.size), 8192, np.int32)
+                np.minimum.at(least, (np.minimum(more, 1), nodes), more)
+                gone |= (xs >= 0) & (least[np.minimum(xs, 1), starts.nodes] <= xs)
+        if gone.mean() < 0.5:
             return stack, starts, xs
-        return stack, NodeSet(starts.nodes[left]), None if xs is None else xs[left]
+        return stack, NodeSet(starts.nodes[~gone], ascending=starts.ascending), None if xs is None else xs[~gone]
+
+    def _always(self, sources: list[tuple[NodeSet, np.ndarray | None]]) -> np.ndarray:
+        """Which positions are in one of the sets without a condition: bool [nodes]."""
+        seen = np.zeros(self.tables.vocab.byte.size, bool)
+        for starts, xs in sources:
+            seen[starts.nodes if xs is None else starts.nodes[xs < 0]] = True
+        return seen
+
+    def _conditional(self, sources: list[tuple[NodeSet, np.ndarray | None]]) -> tuple[np.ndarray, np.ndarray]:
+        """(positions, the x of each) in one of the sets with a condition."""
+        held = [(starts.nodes[xs >= 0], xs[xs >= 0]) for starts, xs in sources if xs is not None]
+        nodes, xs = zip(*held) if held else ((np.zeros(0, np.int32),), (np.zeros(0, np.int32),))
+        return np.concatenate(nodes), np.concatenate(xs)
 
     def _merge(self, sources: list[tuple[NodeSet, np.ndarray | None]]) -> tuple[NodeSet, np.ndarray | None]:
         """Several sets of positions as one, each position (with the same x) once."""
-        if len(sources) == 1 and sources[0][0].nodes.size <= 64:
+        if len(sources) == 1 and (sources[0][0].ascending or sources[0][0].size <= 64):
             return sources[0]
-        if all(xs is None or not (xs >= 0).any() for _, xs in sources):
-            return self.automaton.merged([starts for starts, _ in sources]), None
-        xs = np.concatenate([np.full(starts.nodes.size, -1, np.int32) if xs is None else xs for starts, xs in sources])
-        keys = np.sort(np.concatenate([starts.nodes for starts, _ in sources]).astype(np.int64) * 8192 + xs + 1)
-        keys = keys[np.concatenate([[True], keys[1:] != keys[:-1]])]
-        nodes, xs = (keys >> 13).astype(np.int32), ((keys & 8191) - 1).astype(np.int32)
-        begins = np.concatenate([[True], nodes[1:] != nodes[:-1]])
-        needed = begins | (np.repeat(xs[begins], np.diff(np.append(np.flatnonzero(begins), nodes.size))) >= 0)  # -1 holds always
-        if self.low <= 1:
-            needed[1:] &= begins[1:] | (xs[:-1] < 1)
-        return NodeSet(nodes[needed]), xs[needed]
+        free = [starts for starts, xs in sources if xs is None]
+        if len(free) == len(sources):
+            return self.automaton.merged(free), None
+        always = self._always(sources)
+        nodes, xs = self._conditional(sources)
+        left = ~always[nodes]                       # what always holds needs no condition
+        nodes, xs = nodes[left], xs[left]
+        if not nodes.size and len(free) == 1 and free[0].ascending:
+            return free[0], None
+        if sum(more is not None for _, more in sources) > 1 or not all(starts.ascending for starts, _ in sources):
+            keys = np.sort(nodes.astype(np.int64) * 8192 + xs)
+            keys = keys[np.diff(keys, prepend=-1) > 0]
+            nodes, xs = (keys >> 13).astype(np.int32), (keys & 8191).astype(np.int32)
+            if self.low <= 1:                       # as above
+                needed = np.diff(nodes, prepend=-1) > 0
+                needed[1:] |= xs[:-1] < 1
+                nodes, xs = nodes[needed], xs[needed]
+        held = np.flatnonzero(always).astype(np.int32)
+        if not nodes.size:
+            return NodeSet(held, ascending=True), None
+        return NodeSet(np.concatenate([held, nodes])), np.concatenate([np.full(held.size, -1, np.int32), xs])
 
     def _later(self, configs, starts: NodeSet, xs: np.ndarray | None) -> None:
         for q, stack, loop, count in configs:
@@ -708,53 +670,53 @@ class _RowBuilder:
         q, stack, loop, count = config
         same = xs is None or bool((xs == xs[0]).all())
         template = self.automaton.template(q, starts, bool(loop), None if same else xs)
-        if template.tokens.size:
+        if template.size:
             if same:
                 x = -1 if xs is None else int(xs[0])
-                values = [self._inside(config, to, begun, x) for to, begun in template.classes]
-                if template.tokens.size > DENSE and _is_unique(template, self.tables.vocab.size):
+                values = self._inside(config, template.classes, x)
+                if template.size > DENSE and template.unique:
                     self.dense.append((template, values))
                 else:
                     self.sparse.append((template.tokens, np.array(values, np.int64)[template.cls]))
             else:
                 x = np.broadcast_to(xs, template.tokens.shape) if template.source is None else xs[template.source]
                 keys, at = distinct(template.cls.astype(np.int64) * 8192 + x + 1)
-                values = [self._inside(config, *template.classes[key // 8192], key % 8192 - 1) for key in keys]
+                values = [self._inside(config, [template.classes[key // 8192]], key % 8192 - 1)[0] for key in keys]
                 self.sparse.append((template.tokens, np.array(values, np.int64)[at]))
         exits, after = template.exits, self._after(stack)
         if exits is None or not after:
             return
-        xs = None if xs is None else xs[exits.source]
         if loop:
             _, low, high = self.grammar._loops[loop]
-            ok = exits.count <= high if count == REGISTER else (low <= exits.count + count) & (exits.count + count <= high)
-            if not ok.all():
-                exits, xs = NodeSet(exits.nodes[ok], exits.source[ok], exits.count[ok]), None if xs is None else xs[ok]
-            if count == REGISTER:
-                xs = exits.count
-        if exits.nodes.size:
+            exits = self.automaton.within(exits, *((0, high) if count == REGISTER else (low - count, high - count)))
+        if loop and count == REGISTER:
+            xs = exits.count
+        elif xs is not None:
+            xs = xs[exits.source]
+        if exits.size:
             self._later(after, exits, xs)
 
-    def _inside(self, config: tuple, to: int, begun: int, x: int) -> int:
-        """The value of a token that ends in a piece, in state `to`."""
-        grammar = self.grammar
+    def _inside(self, config: tuple, classes: list[tuple[int, int]], x: int) -> list[int]:
+        """The values of tokens that end in a piece, in states `to`, with characters `begun`."""
+        grammar, automaton, values = self.grammar, self.automaton, []
         _, stack, loop, count = config
         low, high = (0, INF) if x < 0 else (max(self.low - x, 0), self.high - x)
-        if not loop:
-            configs, may_end = ((to, stack, 0, 0),) if self.automaton.goes_on[to] else (), False
-            if self.automaton.accepts[to]:
-                may_end, more = grammar._sets[grammar._closure(stack)]
-                configs += more
-            which = grammar._set(may_end, configs)
-        else:
-            most = grammar._loops[loop][2]
-            if count == REGISTER:
-                low, high = 0, most - begun
-                which = grammar._set(False, ((to, stack, loop, REGISTER - begun),))
+        most = grammar._loops[loop][2]
+        for to, begun in classes:
+            if loop and count == REGISTER:
+                value = (0, most - begun, grammar._set(False, ((to, stack, loop, REGISTER - begun),))) if begun <= most else ()
+            elif low > high or loop and count + begun > most:
+                value = ()
+            elif loop:
+                value = low, high, grammar._set(False, ((to, stack, loop, count + begun),))
             else:
-                high = high if count + begun <= most else -1
-                which = grammar._set(False, ((to, stack, loop, count + begun),)) if high >= low else -1
-        return grammar._value(((low, high, which),)) if low <= high else 0
+                may_end, configs = False, ((to, stack, 0, 0),) if automaton.goes_on[to] else ()
+                if automaton.accepts[to]:
+                    may_end, more = grammar._sets[grammar._closure(stack)]
+                    configs += more
+                value = low, high, grammar._set(may_end, configs)
+            values.append(grammar._value((value,)) if value else 0)
+        return values
 
     # ---- from tokens and values to a row
 
@@ -762,7 +724,7 @@ class _RowBuilder:
         tables = self.tables
         which, vec = 0, np.zeros(1, np.int64)
         if self.dense:
-            self.dense.sort(key=lambda item: -item[0].tokens.size)
+            self.dense.sort(key=lambda item: -item[0].size)
             for template, values in self.dense[MAX_JOINT:]:
                 self.sparse.append((template.tokens, np.array(values, np.int64)[template.cls]))
             self.dense = sorted(self.dense[:MAX_JOINT], key=lambda item: item[0].number)
@@ -786,10 +748,8 @@ class _RowBuilder:
                 found, classes = [0, *found], classes + 1
             which, vec = tables.add_map(classes), np.array(found)
             tokens, values = tokens[:0], values[:0]
-        entry = self.grammar._entry
-        found, at = np.unique(values, return_inverse=True)
-        over = np.array([entry(value) for value in found.tolist()], np.int32)[at] if values.size else np.zeros(0, np.int32)
-        return Row(which, np.array([entry(value) for value in vec.tolist()], np.int32), tokens.astype(np.int32), over)
+        entries = self.grammar._entry_of(np.concatenate([vec, values]))
+        return Row(which, entries[: vec.size], tokens.astype(np.int32), entries[vec.size :])
 
     def _overrides(self) -> tuple[np.ndarray, np.ndarray]:
         """(tokens, sorted and each once; their values)."""
@@ -811,15 +771,6 @@ class _RowBuilder:
     def _join(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
         keys, at = distinct(a << 32 | b)
         return np.array([self.grammar._join(key >> 32, key & INDEX) for key in keys], np.int64)[at]
-
-
-def _is_unique(template: Template, size: int) -> bool:
-    """Whether each token is there once; below positions of which one is inside the other it may not be."""
-    if template.source is None:
-        return True
-    seen = np.zeros(size, bool)
-    seen[template.tokens] = True
-    return int(seen.sum()) == template.tokens.size
 
 
 def _demo() -> None:

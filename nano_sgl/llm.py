@@ -54,6 +54,7 @@ class LLM:
 
         llm = LLM("demo", dtype="float32")
         llm.generate("The capital of France is", SamplingParams(max_tokens=8, temperature=0)).text
+        llm.generate("The capital of France in JSON:", SamplingParams(json_schema=City)).text      # City: a pydantic model, or a JSON schema
 
     The engine runs in a thread of its own, so all methods may be called from any thread or event loop, and requests of different calls share
     batches and cache. `shutdown`, or leaving the context, or dropping the object, ends it.

@@ -14,9 +14,10 @@ constructor in `LLM`. All three build the same structs, and all three are checke
                  fails every comparison, is refused. A bool is not a number.
     refused      What this build cannot honour is refused by name. Nothing is dropped: an unknown field is an error, with the
                  nearest known name. Every RequestError names the field, says what it got and what it expected.
-    grammars     At most one of regex, ebnf, choice and json_object constrains the output. Only its type and its size are checked
-                 here. Compiling it can take seconds, so the engine does that beside its steps; a grammar it refuses ends the
-                 request with a Chunk: finish_reason "error", status 400, `param` the field.
+    grammars     At most one of regex, ebnf, choice, json_schema, json_object and structural_tag constrains the output, from the beginning
+                 or behind what the model thinks first (reasoning_end). Only its type and its size are checked here; a schema becomes its
+                 JSON text, whatever it was given as. Compiling it can take seconds, so the engine does that beside its steps; a grammar
+                 it refuses ends the request with a Chunk: finish_reason "error", status 400, `param` the field.
     seeds        Any Python int is a seed: it is folded to 64 bits, so -1 and 2**64 - 1 are the same seed. Sample i of n draws
                  from `derive_seed(seed, i)`, and sample 0 from the seed itself: n=1 and the first of n=4 are the same text.
 
@@ -34,6 +35,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import json
 import re
 from typing import Any, NamedTuple
 
@@ -49,21 +51,28 @@ MAX_PATTERN_BYTES = 256      # of one stop pattern, in UTF-8
 MAX_PATTERN_SIZE = 2**14     # bytes of all stop patterns together with counted repeats written out, which is how `regex` compiles
 MAX_LOGPROBS = 20            # top entries a token
 MAX_GRAMMAR_CHARS = 2**20    # of a grammar's text; of a choice, of all its strings
+MAX_TAG_CHARS = 256          # of a tag that closes what a model thinks
 MAX_CHOICES = 100_000        # strings of a choice
 INT_MAX = 2**31 - 1          # lengths and token ids are int32 on the device
 SEED_MASK = 2**64 - 1
 GREEDY_TEMPERATURE = 1e-6    # below it, dividing the logits by the temperature says nothing that argmax does not
 
 ALIASES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "sampling_seed": "seed"}
-GRAMMAR_FIELDS = ("regex", "ebnf", "choice", "json_object")
-NO_GRAMMARS = ("json_schema", "structural_tag")     # known by name, so that they are refused by name
-FLAGS = ("no_stop_trim", "ignore_eos", "skip_special_tokens", "json_object")
+GRAMMAR_FIELDS = ("regex", "ebnf", "choice", "json_schema", "json_object", "structural_tag")
+JSON_TEXTS = {"json_schema": "a JSON schema: an object, true, false, or the text of one", "structural_tag": "an object, or the text of one"}
+JSON_WHITESPACES = ("fixed", "compact", "flexible")     # how JSON may be laid out: schema.py
+# Options, and the kinds of grammars that have them.
+JSON_OPTIONS = {"json_whitespace": ("json_schema", "json_object", "structural_tag"), "json_strict": ("json_schema", "structural_tag"),
+                "json_any_order": ("json_schema", "structural_tag")}
+FLAGS = ("no_stop_trim", "ignore_eos", "skip_special_tokens", "json_object", "json_strict", "json_any_order")
 ELSEWHERE = {                                       # what other servers, or other routes, have for a field of ours
     **{alias: f"it is called {name!r}" for alias, name in ALIASES.items()},
     "guided_regex": "it is called 'regex'", "guided_choice": "it is called 'choice'", "guided_grammar": "it is called 'ebnf'",
-    "grammar": "it is called 'ebnf'", "guided_json": "it is called 'json_schema', and not supported yet",
-    "structured_outputs": "its entries are fields: 'regex', 'choice', 'json_object', and 'ebnf' for its grammar",
-    "response_format": "'json_object': true asks for a JSON object",
+    "grammar": "it is called 'ebnf'", "guided_json": "it is called 'json_schema'",
+    "guided_whitespace_pattern": "'json_whitespace' is one of fixed, compact and flexible",
+    "structured_outputs": "its entries are fields: 'regex', 'choice', 'json_object', 'json_schema' for its json, and 'ebnf' for its grammar",
+    "response_format": "'json_object': true asks for a JSON object, 'json_schema' for one like a schema, and 'structural_tag' is a field, too",
+    "thinking_token_budget": "it is called 'thinking_budget'",
 }
 
 
@@ -101,6 +110,7 @@ RANGES = {
     "frequency_penalty": Range(-2, 2),
     "presence_penalty": Range(-2, 2),
     "repetition_penalty": Range(0, 2, open_low=True),
+    "thinking_budget": Range(0, INT_MAX, integer=True, optional=True),
     "logprobs": Range(0, MAX_LOGPROBS, integer=True, optional=True),
     "prompt_logprobs": Range(0, MAX_LOGPROBS, integer=True, optional=True),
     "logprob_start_len": Range(0, INT_MAX, integer=True),
@@ -118,12 +128,22 @@ class RequestError(ValueError):
         self.message, self.param, self.status = message, param, status
 
 
+class Grammar(NamedTuple):
+    """A grammar that a request asks for. kind: the name of the field; text: what it holds, a list for "choice", None for "json_object"; options: see
+    schema.py."""
+
+    kind: str
+    text: str | list[str] | None
+    options: dict[str, Any]
+
+
 class SamplingParams(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True, omit_defaults=True,
                      repr_omit_defaults=True):
     """How to turn logits into text. Every field is honoured, or refused by `verify`.
 
-    With a grammar (regex, ebnf, choice or json_object) each token continues a text that the grammar knows. The output ends when an end
-    token is sampled, which it can be once the text is complete, under ignore_eos too: where nothing may follow, nothing else is left.
+    With a grammar (regex, ebnf, choice, json_schema, json_object or structural_tag) each token continues a text that the grammar knows. The
+    output ends when an end token is sampled, which it can be once the text is complete, under ignore_eos too: where nothing may follow,
+    nothing else is left.
     A request whose grammar is complete while min_tokens still forbids the end fails at that token. Stop strings, ids and patterns, and
     max_tokens, may cut the text short of it. logit_bias and penalties come before the grammar's mask: they move what is allowed, and
     allow nothing more.
@@ -154,8 +174,14 @@ class SamplingParams(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_f
     ebnf: str | None = None               # the output is what the grammar's rule `root` stands for; "" is none
     choice: list[str] | None = None       # the output is one of these
     json_object: bool = False             # the output is a JSON object
-    json_schema: Any = None
-    structural_tag: Any = None
+    json_schema: Any = None               # the output is a JSON value it allows: a dict, true or false, its text, or a pydantic model; "" is none
+    json_whitespace: str | None = None    # how JSON is laid out: "fixed" (", " and ": "), "compact", "flexible"; None: as the server has it
+    json_strict: bool | UnsetType = UNSET     # objects have the properties that the schema declares and no others, unless it says so itself;
+                                          # when not given: for a pydantic model, which drops others, and for nothing else
+    json_any_order: bool = False          # declared properties may come in any order
+    structural_tag: Any = None            # the output is text with tags in it, and these hold JSON, ...: a dict, or its text; "" is none
+    reasoning_end: str | None = None      # the closing tag of what the model thinks first, such as "</think>": the grammar begins behind it
+    thinking_budget: int | None = None    # tokens that the model may think, before the closing tag is written for it
     max_new_tokens: int | None | UnsetType = UNSET    # aliases: read once, folded into the field they stand for
     min_new_tokens: int | UnsetType = UNSET
     sampling_seed: int | None | UnsetType = UNSET
@@ -165,6 +191,11 @@ class SamplingParams(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_f
         write = msgspec.structs.force_setattr       # the struct is frozen from here on
         write(self, "seed", _fold(self.seed))
         write(self, "sampling_seed", _fold(self.sampling_seed))
+        schema, is_model = _schema_text(self.json_schema)
+        write(self, "json_schema", schema)
+        write(self, "structural_tag", _schema_text(self.structural_tag)[0])
+        if self.json_strict is UNSET:
+            write(self, "json_strict", is_model)
         for alias, name in ALIASES.items():
             given, old = getattr(self, alias), getattr(self, name)
             if given is not UNSET:
@@ -184,10 +215,6 @@ class SamplingParams(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_f
 
     def verify(self, vocab_size: int, context_len: int) -> None:
         """Raise RequestError unless every field has its type, lies in its range and is supported by this build."""
-        for name in NO_GRAMMARS:
-            if getattr(self, name) not in (None, ""):
-                raise RequestError(f"{name} is not supported yet by this build, which constrains an output by {_or(GRAMMAR_FIELDS)}; "
-                                   f"got {show(getattr(self, name))}, leave the field out", name)
         for name in self.__struct_fields__:
             if name in RANGES:
                 check_range(name, getattr(self, name))
@@ -216,8 +243,10 @@ class SamplingParams(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_f
 
     def _verify_grammar(self) -> None:
         """At most one grammar, of a type and a size that can be compiled."""
-        for name in ("regex", "ebnf"):
+        for name in ("regex", "ebnf", "json_schema", "structural_tag"):
             if (text := getattr(self, name)) is not None:
+                if name in JSON_TEXTS and not isinstance(text, str):
+                    raise refusal(name, text, JSON_TEXTS[name])
                 if isinstance(text, str) and len(text) > MAX_GRAMMAR_CHARS:
                     raise refusal(name, text, f"a text of at most {MAX_GRAMMAR_CHARS} characters")
                 _verify_text(name, text)
@@ -231,14 +260,28 @@ class SamplingParams(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_f
         given = [name for name in GRAMMAR_FIELDS if getattr(self, name) not in (None, "", False)]
         if len(given) > 1:
             raise RequestError(f"{given[0]} and {given[1]} are both given, and an output has one grammar: leave one of them out", given[1])
+        if self.json_whitespace not in (None, *JSON_WHITESPACES):
+            raise refusal("json_whitespace", self.json_whitespace, f"null or one of {_or(tuple(map(repr, JSON_WHITESPACES)))}")
+        for option, kinds in JSON_OPTIONS.items():
+            if getattr(self, option) not in (None, False) and not set(kinds) & set(given):
+                raise RequestError(f"{option} is given, but no {' or '.join(kinds)} that it could be for: give one, or leave it out", option)
+        if self.reasoning_end is not None:
+            _verify_text("reasoning_end", self.reasoning_end)
+            if not 0 < len(self.reasoning_end) <= MAX_TAG_CHARS:
+                raise refusal("reasoning_end", self.reasoning_end, f"null or a string of 1 to {MAX_TAG_CHARS} characters")
+        elif self.thinking_budget is not None:
+            raise RequestError("thinking_budget is given, but no reasoning_end: give the tag that closes what the model thinks", "thinking_budget")
 
     @property
-    def grammar(self) -> tuple[str, Any] | None:
-        """What constrains the output: its kind, which is the field's name, and its text, a list for "choice" and None for "json_object"."""
+    def grammar(self) -> Grammar | None:
+        """What constrains the output. Where that is only that the model thinks first, the kind is "reasoning"."""
+        thinking = {} if self.reasoning_end is None else {"reasoning_end": self.reasoning_end}
         for kind in GRAMMAR_FIELDS:
             if text := getattr(self, kind):
-                return kind, None if kind == "json_object" else list(text) if kind == "choice" else text
-        return None
+                text = None if kind == "json_object" else list(text) if kind == "choice" else text
+                return Grammar(kind, text, thinking | {option.removeprefix("json_"): value for option, kinds in JSON_OPTIONS.items()
+                                                       if kind in kinds and (value := getattr(self, option)) not in (None, False)})
+        return Grammar("reasoning", None, thinking) if thinking else None
 
     @property
     def greedy(self) -> bool:
@@ -393,8 +436,29 @@ def show(value: object, limit: int = 80) -> str:
         return f"{type(value).__name__} of length {len(value)}"
     if type(value) is int and value.bit_length() > 256:
         return f"an integer of {value.bit_length()} bits"       # int -> str is quadratic, and an error beyond 4300 digits
-    text = ascii(value)
+    try:
+        text = ascii(value)
+    except RecursionError:
+        return f"{type(value).__name__}, nested too deeply"
     return text if len(text) <= limit else text[:limit] + "..."
+
+
+def _schema_text(given: Any) -> tuple[Any, bool]:
+    """(the JSON text of a schema or structural tag, keys in their order; whether it was a pydantic model, or one of its TypeAdapters). What is none
+    of all that stays as it is."""
+    is_model = True
+    if isinstance(given, type) and callable(getattr(given, "model_json_schema", None)):
+        given = given.model_json_schema()
+    elif not isinstance(given, (type, dict)) and callable(getattr(given, "json_schema", None)):
+        given = given.json_schema()
+    else:
+        is_model = False
+    if isinstance(given, (dict, bool)):
+        try:
+            given = json.dumps(given, allow_nan=False)
+        except (TypeError, ValueError, RecursionError):
+            pass
+    return given, is_model
 
 
 def _fold(seed: object) -> object:

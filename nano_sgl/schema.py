@@ -6,10 +6,12 @@ A user says it in one of several languages; the automaton (grammar.py) knows one
     ebnf         root ::= "(" root ")" | ""                         a rule for each name              GBNF, as llama.cpp, XGrammar and SGLang have it
     choice       ["yes", "no", "not sure"]                          one rule: a tree of prefixes      so "n" reads no string twice
     json_object  (nothing)                                          value, object, array, ...         recursion, by name
+    reasoning    (nothing)                                          one rule: any text                for what follows a model's thoughts
 
 Names. A *kind* is a front end's name in `GRAMMARS`; a *text* what it is given. A *layout* is how JSON may be spaced: `fixed` is ", " and
 ": ", as most models write it; `compact` has no blanks; `flexible` allows up to 16 of space, tab, CR and LF between any two tokens. A
-layout says nothing about blanks before and after the whole: there are none.
+layout says nothing about blanks before and after the whole: there are none. Every kind takes `reasoning_end`: its text then begins behind that
+closing tag, and before it stands what the model has thought (free_text.py).
 
 Invariants. A front end returns rules whose every reference is defined, or raises GrammarError, which names the construct and its place
 (a position in a regex, line and column in EBNF); nothing is accepted and then ignored, and nothing else is raised. Every text means
@@ -33,18 +35,20 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from . import regex
+from .free_text import ANY, behind
 # The expressions are part of this module's face: whoever reads rules finds them here.
 from .rules import (ALL, BYTES, EMPTY, MAX_DEPTH, NEVER, Byte, Cat, Expr, GrammarError, Group, Or, Parser, Ranges, Ref, Repeat, Rules,  # noqa: F401
                     alt, cat, chars, complement, literal, repeat, show, union)
 
 MAX_TEXT = 2**20  # characters of a grammar; of a choice, of all its strings
 MAX_BLANKS = 16   # in a row, in flexible JSON
+MAX_FIGURES = 64  # digits in a row, in a number of JSON: a model that repeats itself comes to an end
 
 GRAMMARS: dict[str, Callable[..., Rules]] = {}
 
 
 def grammar(kind: str) -> Callable:
-    """Registers a front end: a function `(text, *, whitespace) -> Rules` that raises GrammarError for what it cannot hold."""
+    """Registers a front end: a function `(text, *, whitespace, **options) -> Rules` that raises GrammarError for what it cannot hold."""
 
     def register(front_end):
         GRAMMARS[kind] = front_end
@@ -53,13 +57,20 @@ def grammar(kind: str) -> Callable:
     return register
 
 
-def rules(kind: str, text: object, *, whitespace: str = "fixed") -> Rules:
-    """What a text of some kind asks for. whitespace: the layout of JSON, "fixed", "compact" or "flexible". Raises GrammarError."""
+def rules(kind: str, text: object, *, whitespace: str = "fixed", reasoning_end: str | None = None, **options) -> Rules:
+    """What a text of some kind asks for. whitespace: the layout of JSON, "fixed", "compact" or "flexible"; reasoning_end: the closing tag behind
+    which the kind's text begins, after any other; options: what this kind has beside. Raises GrammarError."""
     if kind not in list(GRAMMARS):  # a list, for what has no hash is a user's, too
         raise GrammarError(f"unknown kind of grammar {kind!r}; there are {', '.join(GRAMMARS)}", str(kind))
     if whitespace not in list(LAYOUTS):
         raise GrammarError(f"unknown whitespace {whitespace!r}; there are {', '.join(LAYOUTS)}", "whitespace")
-    return GRAMMARS[kind](text, whitespace=whitespace)
+    made = GRAMMARS[kind](text, whitespace=whitespace, **options)
+    if reasoning_end is None:
+        return made
+    check_text("reasoning_end", [reasoning_end])
+    if not reasoning_end:
+        raise GrammarError("reasoning_end: the closing tag of the model's thoughts is empty", "reasoning_end")
+    return behind(reasoning_end, made)
 
 
 def check_text(kind: str, texts: Iterable[object]) -> None:
@@ -73,6 +84,14 @@ def check_text(kind: str, texts: Iterable[object]) -> None:
             raise GrammarError(f"{kind}: more than {MAX_TEXT} characters", kind)
         if not text.isascii() and (lone := re.search("[\ud800-\udfff]", text)):
             raise GrammarError(f"{kind}: half of a surrogate pair at position {lone.start()} is no character", kind, f"position {lone.start()}")
+
+
+@grammar("reasoning")
+def any_rules(text: None = None, *, whitespace: str = "fixed") -> Rules:
+    """The output is any text: of a model that thinks first, and may then say what it likes."""
+    if text is not None:
+        raise GrammarError(f"reasoning: takes no text, got {type(text).__name__}", "reasoning")
+    return Rules({"root": ANY}, "root")
 
 
 @grammar("regex")
@@ -274,11 +293,11 @@ LAYOUTS = {
 def json_rules(layout: Layout) -> dict[str, Expr]:
     """Any JSON: the rules json.value, json.object, json.array, json.string, json.number."""
     digit = chars(((48, 57),))
-    digits, escape = repeat(digit, 1, None), union((ord(c), ord(c)) for c in '"\\/bfnrt')
+    digits, escape = repeat(digit, 1, MAX_FIGURES), union((ord(c), ord(c)) for c in '"\\/bfnrt')
     hexadecimal = chars(((48, 57), (65, 70), (97, 102)))
     plain = chars(complement(((0, 31), (34, 34), (92, 92))))
     escaped = cat([literal("\\"), alt([chars(escape), cat([literal("u"), repeat(hexadecimal, 4, 4)])])])
-    whole = alt([literal("0"), cat([chars(((49, 57),)), repeat(digit, 0, None)])])
+    whole = alt([literal("0"), cat([chars(((49, 57),)), repeat(digit, 0, MAX_FIGURES - 1)])])
     sign, exponent = chars(((43, 43), (45, 45))), chars(((69, 69), (101, 101)))
     value = Ref("json.value")
     return {

@@ -123,6 +123,7 @@ COUNTERS = {
     "grammar_build_seconds": ("Seconds that building rows of tables took.", "grammar_build_s"),
     "grammar_tokens": ("Tokens made under a grammar.", "grammar_tokens"),
     "grammar_misses": ("Steps of a request that made no token, because the device did not know its grammar's state yet.", "grammar_misses"),
+    "jump_forward_tokens": ("Tokens that grammars forced, and no step of their own made.", "forced_tokens"),
     "grammar_copied_bytes": ("Bytes of grammars' tables that went to the device.", "grammar_bytes"),
 }
 
@@ -182,7 +183,8 @@ class Service:
             template = read_chat_template(self.config.chat_template)
             info = self.engine.info
             name = self.config.served_model_name or info.model
-            self.reader = await asyncio.get_running_loop().run_in_executor(self.pool, Reader, info, name, template)
+            self.reader = await asyncio.get_running_loop().run_in_executor(
+                self.pool, Reader, info, name, template, self.config.reasoning_parser, self.config.tool_call_parser)
             self.pool.submit(getattr, self.reader.codec, "literal")  # so that the first user who needs it holds up nobody
 
     def ready_reader(self) -> Reader:
@@ -201,7 +203,10 @@ class Service:
         else:
             call = await asyncio.get_running_loop().run_in_executor(self.pool, read, reader, raw)
         stream = self.engine.open(call.requests)
-        return await race(request.receive, self._stream(call, stream) if call.stream else self._answer(call, stream))
+        try:
+            return await race(request.receive, self._stream(call, stream) if call.stream else self._answer(call, stream))
+        except RequestError as error:
+            raise call.answer.blame(error) from error
 
     async def _answer(self, call: Call, stream: Stream) -> Response:
         try:
@@ -249,7 +254,7 @@ class EventStream(Response):
                 self.chunks = await self.stream.next()
             yield b"".join(map(sse, self.answer.last_events())) + b"data: [DONE]\n\n"
         except RequestError as error:
-            yield sse(error_json(error))
+            yield sse(error_json(self.answer.blame(error)))
 
 
 def sse(event: Any) -> bytes:

@@ -282,7 +282,7 @@ def test_messages_are_read_and_refused_by_name():
     assert read({"role": "developer", "content": "x"}) == [{"role": "system", "content": "x"}]
     assert read({"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "name": "Ann"}) == [
         {"role": "user", "content": "ab", "name": "Ann"}]
-    for message, words in (({"role": "robot", "content": "x"}, r"messages\[0\].role: 'robot'"), ({"role": "tool", "content": "x"}, "'tool'"),
+    for message, words in (({"role": "robot", "content": "x"}, r"messages\[0\].role: 'robot'"), ({"role": "function", "content": "x"}, "'function'"),
                            ({"role": "user", "content": [{"type": "image_url"}]}, r"content\[0\]: a part of type 'image_url'"),
                            ({"role": "user", "content": [{"text": "x"}]}, "type None"),
                            ({"role": "user", "content": [{"type": "text", "text": "x", "cache_control": {}}]}, "nothing else")):

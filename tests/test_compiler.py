@@ -111,8 +111,31 @@ def test_equal_requests_share_one_future_before_and_after(make, gate):
 
 def test_objects_are_the_same_request_if_they_are_spelled_the_same():
     first, other = {"a": 1, "b": 2}, {"b": 2, "a": 1}
-    assert compiler._key("json_schema", first)[0] == compiler._key("json_schema", dict(first))[0] != compiler._key("json_schema", other)[0]
-    assert compiler._key("json_object", True)[0] != compiler._key("json_object", 1)[0]
+    key = lambda kind, text, **options: compiler._key(kind, text, options)[0]
+    assert key("json_schema", first) == key("json_schema", dict(first)) != key("json_schema", other)
+    assert key("json_object", True) != key("json_object", 1)
+    options = dict(whitespace="fixed", strict=True)
+    assert key("json_schema", "{}", **options) == key("json_schema", "{}", strict=True, whitespace="fixed") != key("json_schema", "{}")
+    assert key("json_schema", "{}", whitespace=["fixed"]) is None is key("json_schema", {"a": {1}})
+
+
+def test_one_text_is_another_grammar_under_other_options(make):
+    """A layout, strictness and an order are part of what is asked for; None was given means the server's own."""
+    c = make(whitespace="compact")
+    schema = '{"type": "object", "properties": {"a": {"type": "array", "items": {"const": 1}}, "b": {"const": 2}}, "required": ["a", "b"]}'
+    asked = {"default": {}, "fixed": dict(whitespace="fixed"), "flexible": dict(whitespace="flexible"), "strict": dict(strict=True),
+             "any order": dict(any_order=True)}
+    taken_by = {'{"a": [1, 1], "b": 2}': {"fixed", "flexible"}, '{"a":[1,1],"b":2}': {"default", "flexible", "strict", "any order"},
+                '{"a":[],"b":2,"c":3}': {"default", "flexible", "any order"}, '{ "a" :[1],\n"b":2}': {"flexible"}, '{"b":2,"a":[]}': {"any order"}}
+    made = {name: c.submit("json_schema", schema, **options).result(10) for name, options in asked.items()}
+    for text, names in taken_by.items():
+        states = {name: one.step_bytes(one.start, text.encode()) for name, one in made.items()}
+        assert {name for name, state in states.items() if state is not None and made[name].is_accepting(state)} == names, text
+    assert c.submit("json_schema", schema, whitespace="compact").result(10) is made["default"] is c.submit("json_schema", schema).result(10)
+    assert len(set(map(id, made.values()))) == 5 == c.stats()["grammar_compiled"] and c.stats()["grammar_cache_hits"] == 2
+    assert c.submit("json_schema", schema, whitespace="loose").exception(10).construct == "whitespace"
+    assert isinstance(c.submit("json_schema", schema, whitespace=["fixed"]).exception(10), GrammarError), "no key, and no crash"
+    assert isinstance(c.submit("regex", "a", strict=True).exception(10), TypeError), "an option that a kind does not have is our error"
 
 
 def test_refusals_are_cached_and_hold_nothing_of_the_compile(make):

@@ -21,7 +21,9 @@ from nano_sgl.rules import GrammarError
 
 LIST = 'root ::= "[" (item ("," item)*)? "]"\nitem ::= root | [a-z]{1,3}'
 GRAMMARS = [dict(regex="[a-z]{2,9} (the|and|in){1,3}[.!]"), dict(ebnf=LIST), dict(choice=["the", "then", "and so on", "é"]), dict(json_object=True),
-            dict(regex=r"(\w|[ ,]){0,40}"), dict(regex="a{3}b*c?")]
+            dict(regex=r"(\w|[ ,]){0,40}"), dict(regex="a{3}b*c?"), dict(json_schema={"type": "array", "items": {"type": "integer", "maximum": 120}}),
+            dict(json_schema={"type": "object", "properties": {"a": {"enum": ["the", "then", None]}, "b": {"$ref": "#"}}}, json_whitespace="compact",
+                 json_strict=True)]
 MIXES = [dict(), dict(temperature=1, seed=3), dict(temperature=1.5, top_k=20, seed=4, logprobs=2), dict(temperature=1, top_p=0.8, min_p=0.01, seed=5),
          dict(frequency_penalty=1.5, presence_penalty=0.5), dict(repetition_penalty=1.4, temperature=0.7, seed=7),
          dict(logit_bias={97: 8.0, 98: -100}, temperature=0.9, seed=8, logprobs=0), dict(ignore_eos=False, temperature=1, seed=9),
@@ -57,8 +59,8 @@ def test_greedy_texts_are_those_of_transformers_and_the_masks(path):
     vocab = engine.constraints.compiler.submit("regex", "a").result().vocab
     for i, given in enumerate(GRAMMARS):
         asked = request(f"r{i}", prompt(20, i), params(max_tokens=20, ignore_eos=False, **given))
-        kind, text = asked.params.grammar
-        machine = grammar.compile(kind, text, vocab)
+        kind, text, options = asked.params.grammar
+        machine = grammar.compile(kind, text, vocab, **options)
         ids, state = list(asked.prompt_ids), machine.start
         while len(ids) < 40 and state is not None:
             with torch.no_grad():
@@ -260,6 +262,10 @@ def test_who_waits_for_a_grammar_can_leave_and_is_not_kept_for_ever(path, slow):
     assert engine.stats()["waiting"] == engine.stats()["grammar_queue"] == 1 and engine.has_work and not engine.makes_tokens
     assert engine.abort("leaves") and not engine.abort("leaves")
     assert [(c.rid, c.finish_reason) for c in engine.step()] == [("leaves", "abort")] and not engine.has_work
+    for i in range(2):
+        engine.add(request(f"schema{i}", [1], params(json_schema={"const": "SLOW"}, json_whitespace="compact", json_strict=True)))
+    assert engine.stats()["grammar_queue"] == 2 and engine.abort("schema0") and engine.abort("schema1")
+    assert [(c.rid, c.finish_reason) for c in engine.step()] == [("schema0", "abort"), ("schema1", "abort")] and not engine.has_work
     engine.add(request("late", [1], params(regex="SLOW2")))
     answer = run_until(engine, [], 1)["late"]
     assert answer.reason == "abort" and answer.status == 503 and "waiting_timeout" in answer.error

@@ -17,7 +17,7 @@ SHOWS = {  # example -> patterns that its output must have
     "samples": [r"0: Once upon", r"3: Once upon", "the same again: True", "four different: True"],
     "event_loop": ["Rome: ", "Cairo: ", "Lima: ", r"\n.{31,80}\n$"],
     "structured": [r"fell: '\d{4}'  \(regex, stop\)", r"Answer: '(yes|no)'  \(choice", r"'\d\d:\d\d'", r"'\[\d+, \d+, \d+, \d+\]'  \(ebnf",
-                   r"\{.*\}  \(json_object, stop\)"],
+                   r"\{.*\}'  \(json_object, stop\)", r"City\(name='Paris', country='[^']*', has_a_river=(True|False)\)  \(json_schema, stop\)"],
     "choices": [r"France is \.\.\. Paris ", r"degrees \.\.\. Celsius ", r"triangle has \.\.\. three sides "],
 }
 

@@ -3,12 +3,14 @@
 import json
 import random
 
+import jsonschema
 import numpy as np
 import pytest
 import torch
 
 import engines
 from engines import make, overlapped, params, prompt, request, run, same
+from nano_sgl import LLM, SamplingParams
 from nano_sgl import grammar as grammars
 from nano_sgl import spec, weights
 from nano_sgl.grammar import INDEX, REGISTER
@@ -284,3 +286,28 @@ def test_a_budget_ends_the_thoughts(path, reference, flags):
             else:
                 assert r.params.thinking_budget >= 40 or "</t" in answers[r.rid].text or r.params.stop or len(ids) < 60
     engine.shutdown()
+
+
+# ---- the demo model
+
+def test_F133_every_mode_holds_the_schema(demo_path, api_case):
+    """F133"""
+    schema, validator = api_case("F133")["schema"], jsonschema.Draft202012Validator(api_case("F133")["schema"])
+    people = ("Ada", "Bob", "Cleo", "Dan", "Eve", "a sailor", "my aunt", "the oldest person", "a baby", "Herr Müller")
+    prompts = [f"{start} {who} as JSON: " for start in ("Describe", "Tell me the name and the age of") for who in people]
+    asked = [SamplingParams(json_schema=schema, max_tokens=60, temperature=0 if i % 2 else 1, seed=i) for i in range(len(prompts))]
+    found, steps = {}, {}
+    for mode in ("off", "draft", "retokenize"):
+        with LLM(str(demo_path), dtype="float32", max_total_tokens=4096, jump_forward=mode) as llm:
+            found[mode] = llm.generate(prompts, asked)
+            steps[mode] = llm.engine.scheduler.counters.steps
+            llm.engine.check()
+            encode, ends = llm.tokenizer.encode, llm.engine.end_ids
+    for outputs in found.values():
+        for one in outputs:
+            assert one.finish_reason == "stop" and validator.is_valid(json.loads(one.text)), one.text
+    assert [one.output_ids for one in found["draft"]] == [one.output_ids for one in found["off"]]
+    for one in found["retokenize"]:
+        ids = [token for token in one.output_ids if token not in ends]
+        assert encode(one.text, add_special_tokens=False)[:len(ids) - 2] == ids[:-2]
+    assert max(steps["draft"], steps["retokenize"]) < 0.8 * steps["off"]

@@ -224,7 +224,8 @@ def test_params_are_shown_set_taken_back_and_refused(chat, capsys):
     assert not chat.failed
     before = dict(chat.given)
     for line, words in (("temperature=hot", "temperature: expected float"), ("temperature=-1", "temperature must be"), ("x=1", "unknown field 'x'"),
-                        ("temperature", "expected name=value"), ("n=2", "one answer"), ("logprobs=1", "one answer"), ("json_schema=a", "not supported"),
+                        ("temperature", "expected name=value"), ("n=2", "one answer"), ("logprobs=1", "one answer"), ("structural_tag=[1]", "an object"),
+                        ("json_strict=true", "no json_schema"),
                         ("seed=1 min_tokens=9", "at most max_tokens")):
         assert words in told(f"/params {line}") and chat.given == before and chat.failed, line
     assert told("/params max_tokens= temperature=") == 'temperature=1.0  max_tokens=128  stop="the end"'

@@ -1,4 +1,4 @@
-"""protocol.py: aliases, ranges, refusals that name the field, and the wire in both directions."""
+"""protocol.py: aliases, ranges, refusals that name the field, grammars and their options, and the wire in both directions."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import subprocess
 import sys
 
 import msgspec
+import pydantic
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -19,9 +20,10 @@ from nano_sgl.protocol import (
     ALIASES,
     ELSEWHERE,
     GRAMMAR_FIELDS,
+    JSON_OPTIONS,
+    JSON_WHITESPACES,
     MAX_CHOICES,
     MAX_GRAMMAR_CHARS,
-    NO_GRAMMARS,
     RANGES,
     Chunk,
     Logprob,
@@ -153,6 +155,11 @@ def test_not_a_number_in_a_body(api_case):
     ("choice", [None, ["a"], ["a", "ab", "", "日本"], ["a"] * MAX_CHOICES, ["a" * 1024] * 1024],
      [[], "", "abc", {}, 5, [5], [None], ["a", 5], [["a"]], ["a", "\ud800"], [""] * (MAX_CHOICES + 1), ["a" * 1024] * 1025, ["\ud8c0", "\udc00"]]),
     ("json_object", [True, False], [1, 0, "true", None, {}]),
+    ("json_schema", [None, "", {}, {"type": "object"}, True, False, "{}", "no JSON", '"' + "a" * (MAX_GRAMMAR_CHARS - 1)],
+     [5, 1.5, [], [{}], "\ud800", "a" * (MAX_GRAMMAR_CHARS + 1), {"const": "a" * MAX_GRAMMAR_CHARS}, {"const": math.nan}]),
+    ("json_whitespace", [None], ["fixed", "loose", "", 5, True, ["fixed"]]),     # without a schema, a layout is one of nothing
+    ("json_strict", [False], [True, 1, 0, "true", None]),
+    ("json_any_order", [False], [True, 1, 0, "true", None]),
     ("stop", [None, "a", [], ["a", "b"], ["x"] * 32, "y" * 4096], ["", [""], ["a", ""], ["x"] * 33, 5, [5], [None], "y" * 4097]),
     ("stop_regex", [None, "a+", ["[0-9]{3}", r"\n\n"], r"\w{8}(-\w{4}){3}-\w{12}"],
      ["", "(", "*", "x" * 257, ["a"] * 33, 5, [5], "a*", "$", "(a{1000}){1000}", "a{99999999}", "(?:a{9}b){9} {9}{9}{9}",
@@ -193,30 +200,22 @@ def test_min_tokens_within_max_tokens():
     refused({"min_tokens": CONTEXT + 1, "max_tokens": None}, "min_tokens", str(CONTEXT))
 
 
-@pytest.mark.parametrize("name", NO_GRAMMARS)
-def test_grammars_to_come_are_refused_with_a_word_on_what_there_is(name):
-    verify(**{name: None})
-    verify(**{name: ""})
-    SamplingParams.from_dict({name: None}).verify(VOCAB, CONTEXT)
-    for value in ("yes|no", {"type": "object"}, ["a", "b"], [], {}):
-        refused({name: value}, name, "not supported yet by this build", "regex, ebnf, choice or json_object")
-
-
-GRAMMARS = {"regex": "yes|no", "ebnf": 'root ::= "a"', "choice": ["yes", "no"], "json_object": True}
+GRAMMARS = {"regex": "yes|no", "ebnf": 'root ::= "a"', "choice": ["yes", "no"], "json_schema": '{"type": "null"}', "json_object": True,
+            "structural_tag": '{"format": {"type": "any_text"}}'}
 
 
 def test_a_grammar_is_its_kind_and_its_text():
     assert GRAMMARS.keys() == set(GRAMMAR_FIELDS)
     for kind, value in GRAMMARS.items():
         given = verify(**{kind: value})
-        assert given.grammar == (kind, None if kind == "json_object" else value)
+        assert given.grammar == (kind, None if kind == "json_object" else value, {})
         for wire in (msgspec.msgpack.decode(msgspec.msgpack.encode(given), type=SamplingParams), SamplingParams.from_dict({kind: value})):
             assert wire == given and wire.grammar == given.grammar
         assert given.grammar[0] in schema.GRAMMARS, "the same names on both sides"
-    assert verify(choice=("yes", "no")).grammar == ("choice", ["yes", "no"])
-    for fields in ({}, {"regex": ""}, {"ebnf": "", "regex": ""}, {"json_object": False}, {"regex": None, "choice": None}):
+    assert verify(choice=("yes", "no")).grammar == ("choice", ["yes", "no"], {})
+    for fields in ({}, {"regex": ""}, {"ebnf": "", "regex": ""}, {"json_object": False}, {"regex": None, "choice": None}, {"json_schema": ""}):
         assert verify(**fields).grammar is None
-    assert verify(regex="", choice=["a"], ebnf="", json_object=False).grammar == ("choice", ["a"])
+    assert verify(regex="", choice=["a"], ebnf="", json_object=False, json_schema="").grammar == ("choice", ["a"], {})
 
 
 @pytest.mark.parametrize("one, other", itertools.combinations(GRAMMAR_FIELDS, 2))
@@ -233,15 +232,72 @@ def test_sizes_of_grammars_are_those_of_the_compiler():
     schema.rules("choice", ["x" * (MAX_GRAMMAR_CHARS - 1), "y"])
 
 
+class Person(pydantic.BaseModel):
+    """The second field has a default, and the first another name in JSON."""
+    name: str = pydantic.Field(alias="Name", max_length=9)
+    age: int = 7
+
+
+def test_a_schema_becomes_its_text_whatever_it_is_given_as():
+    schema = {"type": "object", "properties": {"b": {"type": "null"}, "a": {"const": "\ud800é"}}}
+    text = '{"type": "object", "properties": {"b": {"type": "null"}, "a": {"const": "\\ud800\\u00e9"}}}'
+    for given_as in (schema, text, json.dumps(schema)):
+        for params in (verify(json_schema=given_as), SamplingParams.from_dict({"json_schema": given_as})):
+            assert params.json_schema == text and params.json_strict is False and params.grammar == ("json_schema", text, {})
+            assert msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=SamplingParams) == params
+    assert verify(json_schema={"b": 1, "a": 2}) != verify(json_schema={"a": 2, "b": 1}), "the order of keys is that of the answer"
+    assert verify(json_schema=True).grammar.text == "true" and verify(json_schema=False).grammar.text == "false"
+    deep = ring = {}
+    for _ in range(100_000):
+        deep = {"not": deep}
+    ring["not"] = ring
+    for wrong in (deep, ring, {"const": {1, 2}}, {(1, 2): 3}, object(), type, Person(Name="a")):
+        with pytest.raises(RequestError, match="json_schema must be a JSON schema") as caught:
+            verify(json_schema=wrong)
+        assert caught.value.param == "json_schema" and len(str(caught.value)) < 300
+
+
+def test_a_pydantic_model_is_a_strict_schema():
+    """Its own schema, by the names that its JSON has; what the model would drop is not written."""
+    for model, made in ((Person, Person.model_json_schema()), (pydantic.TypeAdapter(list[Person]), pydantic.TypeAdapter(list[Person]).json_schema()),
+                        (pydantic.TypeAdapter(int | None), {"anyOf": [{"type": "integer"}, {"type": "null"}]})):
+        params = verify(json_schema=model)
+        assert json.loads(params.json_schema) == made and params.grammar == ("json_schema", params.json_schema, {"strict": True})
+        for wire in (msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=SamplingParams), msgspec.structs.replace(params, n=3, seed=None),
+                     SamplingParams.from_dict(msgspec.to_builtins(params))):
+            assert wire.grammar == params.grammar
+        loose = verify(json_schema=model, json_strict=False)
+        assert loose.grammar.options == {} == msgspec.msgpack.decode(msgspec.msgpack.encode(loose), type=SamplingParams).grammar.options
+    assert "Name" in verify(json_schema=Person).json_schema
+
+
+def test_options_belong_to_their_grammars():
+    given, every = {"type": "object"}, {"json_whitespace": "compact", "json_strict": True, "json_any_order": True}
+    assert verify(json_schema=given, **every).grammar.options == {"whitespace": "compact", "strict": True, "any_order": True}
+    assert verify(json_object=True, json_whitespace="flexible").grammar == ("json_object", None, {"whitespace": "flexible"})
+    assert verify(json_schema=given, json_whitespace=None, json_strict=False, json_any_order=False).grammar.options == {}
+    assert every.keys() == JSON_OPTIONS.keys() and set(JSON_WHITESPACES) == set(schema.LAYOUTS)
+    for name, value in every.items():
+        for grammar in ({}, {"regex": "a"}, {"choice": ["a"]}, {"json_schema": ""}, {"json_object": False}):
+            refused({**grammar, name: value}, name, f"{name} is given, but no json_schema")
+    for name in ("json_strict", "json_any_order"):
+        refused({"json_object": True, name: True}, name, "no json_schema or structural_tag that it could be for")
+    refused({"json_schema": given, "json_whitespace": "loose"}, "json_whitespace", "'fixed', 'compact' or 'flexible'", "got 'loose'")
+    with pytest.raises(RequestError, match="json_whitespace must be null or one of 'fixed', 'compact' or 'flexible'; got 5"):
+        verify(json_schema=given, json_whitespace=5)
+
+
 def test_what_does_not_compile_is_left_to_the_engine():
     """A compile can take seconds; verify takes none."""
-    for kind, text in (("regex", "(" * 1000), ("regex", "(?=a)"), ("ebnf", "root ::= root"), ("ebnf", "nothing"), ("regex", "(a{99}){99}")):
+    for kind, text in (("regex", "(" * 1000), ("regex", "(?=a)"), ("ebnf", "root ::= root"), ("ebnf", "nothing"), ("regex", "(a{99}){99}"),
+                       ("json_schema", "no JSON"), ("json_schema", {"type": "no type"}), ("json_schema", False), ("json_schema", {"$ref": "#/nowhere"})):
         verify(**{kind: text})
 
 
 @pytest.mark.parametrize("name, here", [("guided_regex", "'regex'"), ("guided_choice", "'choice'"), ("guided_grammar", "'ebnf'"),
-                                        ("guided_json", "'json_schema', and not supported yet"), ("structured_outputs", "'json_object'"),
-                                        ("grammar", "'ebnf'"), ("response_format", "'json_object': true")])
+                                        ("guided_json", "'json_schema'"), ("structured_outputs", "'json_schema' for its json"),
+                                        ("guided_whitespace_pattern", "'json_whitespace' is one of"), ("grammar", "'ebnf'"),
+                                        ("response_format", "'json_object': true")])
 def test_other_servers_names_are_refused_with_ours(name, here):
     with pytest.raises(RequestError, match=f"unknown field '{name}', got .*; here .*{re.escape(here)}") as caught:
         SamplingParams.from_dict({name: {"regex": "a"}})
@@ -350,15 +406,19 @@ PARAMS = st.fixed_dictionaries({}, optional={
     "logprobs": st.none() | st.integers(0, 20), "prompt_logprobs": st.none() | st.integers(0, 20),
     "logprob_start_len": st.integers(0, CONTEXT), "skip_special_tokens": st.booleans(), "choice": st.none() | st.lists(TEXT, min_size=1, max_size=4),
 })
+SCHEMA = st.dictionaries(TEXT, TEXT) | st.booleans() | st.sampled_from(['{"b": 1, "a": [2]}', "no JSON"])
+SCHEMAS = st.fixed_dictionaries({"json_schema": SCHEMA}, optional={
+    "json_whitespace": st.sampled_from([None, *JSON_WHITESPACES]), "json_strict": st.booleans(), "json_any_order": st.booleans()})
 
 
 @settings(deadline=None, max_examples=200)
-@given(PARAMS)
+@given(PARAMS | SCHEMAS)
 def test_round_trips(fields):
     params = verify(**fields)
     request = Request(rid="r1", prompt_ids=[1, 2, 3], params=params, index=2, namespace="salt", priority=-1, routing_key="k")
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(request), type=Request | Chunk) == request
     assert msgspec.json.decode(msgspec.json.encode(request), type=Request | Chunk) == request
+    assert msgspec.structs.replace(params, n=2).grammar == params.grammar == verify(**msgspec.to_builtins(params)).grammar
     assert SamplingParams.from_dict(json.loads(msgspec.json.encode(params))) == params
     assert SamplingParams.from_dict(msgspec.to_builtins(params)) == params
 
@@ -380,6 +440,7 @@ def test_a_thousand_refusals_are_cheap():
             SamplingParams(n=1_000_000).verify(VOCAB, CONTEXT)
 
 
-def test_imports_without_torch():
-    code = "import sys; sys.modules['torch'] = None; import nano_sgl.protocol as p; p.SamplingParams().verify(10, 10)"
+def test_imports_without_torch_or_pydantic():
+    code = ("import sys; sys.modules['torch'] = sys.modules['pydantic'] = None; import nano_sgl.protocol as p; "
+            "p.SamplingParams(json_schema={}).verify(10, 10)")
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import httpx
+import jsonschema
 import msgspec
 import pytest
 from test_server import ServedModel, check_refused, children, make_reader, metrics
@@ -40,7 +41,7 @@ def demo():
 def small(tmp_path_factory):
     import tiny  # torch and transformers, for these tests alone
     path = tiny.add_tokenizer(tiny.checkpoint(tmp_path_factory.mktemp("tiny"), "llama"))
-    with ServedModel("--model", str(path), "--max-total-tokens", "4096") as running:
+    with ServedModel("--model", str(path), "--max-total-tokens", "4096", "--constrained-json-whitespace", "compact") as running:
         yield running
 
 
@@ -77,6 +78,11 @@ def memory(server: ServedModel | Demo, name: str) -> int:
     return int(re.search(rf"{name}:\s*(\d+) kB", Path(f"/proc/{child}/status").read_text())[1]) >> 10
 
 
+def assert_valid(text: str, schema: dict) -> None:
+    """The text is JSON that the schema allows, as another implementation sees it."""
+    jsonschema.Draft202012Validator(schema).validate(json.loads(text))
+
+
 # ------------------------------------------------------------------------------------------------------------- what a body means
 
 def read(path: str, **body) -> api.Call:
@@ -93,15 +99,17 @@ def unreadable(param: str, *words: str, path: str = COMPLETIONS, **body) -> None
         assert word in str(caught.value), str(caught.value)
 
 
-@pytest.mark.parametrize("kind, value", [("regex", "yes|no"), ("ebnf", 'root ::= "a"'), ("choice", ["yes", "no"]), ("json_object", True)])
+@pytest.mark.parametrize("kind, value", [("regex", "yes|no"), ("ebnf", 'root ::= "a"'), ("choice", ["yes", "no"]), ("json_object", True),
+                                         ("json_schema", '{"type": "null"}'), ("json_schema", {"b": 1, "a": [1]}), ("json_schema", False)])
 def test_every_route_takes_every_grammar(kind, value):
-    expected = (kind, None if kind == "json_object" else value)
+    text = None if kind == "json_object" else json.dumps(value) if kind == "json_schema" and not isinstance(value, str) else value
+    expected = (kind, text, {})
     for path in (CHAT, COMPLETIONS):
         assert [r.params.grammar for r in read(path, **{kind: value}, n=2).requests] == [expected] * 2
     one = {"max_new_tokens": 3, kind: value}
     assert read(GENERATE, sampling_params=one).requests[0].params.grammar == expected
     mixed = read(GENERATE, text=["a", "b", "c"], sampling_params=[one, {}, {"regex": "x"}]).requests
-    assert [r.params.grammar for r in mixed] == [expected, None, ("regex", "x")]
+    assert [r.params.grammar for r in mixed] == [expected, None, ("regex", "x", {})]
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
@@ -110,31 +118,70 @@ def test_response_format(path):
         [request] = read(path, **body).requests
         return request.params.grammar
 
-    assert made(response_format={"type": "json_object"}) == ("json_object", None) == made(response_format={"type": "json_object"}, json_object=True)
+    thing = ("json_object", None, {})
+    assert made(response_format={"type": "json_object"}) == thing == made(response_format={"type": "json_object"}, json_object=True)
+    assert made(response_format={"type": "json_object"}, json_whitespace="compact").options == {"whitespace": "compact"}
     assert made(response_format={"type": "text"}) is None is made(response_format=None) is made(regex="", response_format={"type": "text"})
-    assert made(response_format={"type": "text"}, regex="a") == ("regex", "a") == made(regex="a", ebnf="", response_format=None)
-    assert made(response_format={"type": "json_object"}, regex="", ebnf="", choice=None) == ("json_object", None)
-    for kind in ("json_schema", "structural_tag"):
-        unreadable("response_format", kind, "'text' and 'json_object'", "regex, ebnf and choice", path=path, response_format={"type": kind, kind: {}})
+    assert made(response_format={"type": "text"}, regex="a") == ("regex", "a", {}) == made(regex="a", ebnf="", response_format=None)
+    assert made(response_format={"type": "json_object"}, regex="", ebnf="", choice=None) == thing
+    tag = {"type": "structural_tag", "triggers": ["<f"], "structures": [{"begin": "<f>", "schema": {}, "end": "</f>"}]}
+    assert made(response_format=tag) == ("structural_tag", json.dumps(tag), {}) == made(structural_tag=tag) == made(response_format=tag | {"format": None})
+    unreadable("response_format", "'structural_tag' has type, format, triggers", "'structural_tag': {}", path=path,
+               response_format={"type": "structural_tag", "structural_tag": {}})
     for wrong in ({}, {"type": None}, {"type": "xml"}, {"type": ["json_object"]}, {"type": {}}):
-        unreadable("response_format", "'text', 'json_object'", path=path, response_format=wrong)
+        unreadable("response_format", "'text', 'json_object', 'json_schema'", path=path, response_format=wrong)
     for wrong in ("json_object", [], 5, True):
         unreadable("response_format", "expected object", path=path, response_format=wrong)
-    for kind in ("text", "json_object"):
+    for kind in ("text", "json_schema"):
         unreadable("response_format", "'schema'", path=path, response_format={"type": kind, "schema": {"type": "object"}})
-    for other in ({"regex": "a"}, {"ebnf": 'root ::= "a"'}, {"choice": ["a"]}, {"choice": []}):
+    for other in ({"regex": "a"}, {"ebnf": 'root ::= "a"'}, {"choice": ["a"]}, {"choice": []}, {"json_schema": {}}, {"json_object": 1}):
         unreadable("response_format", *other, "leave one of them out", path=path, response_format={"type": "json_object"}, **other)
-    unreadable("json_object", "expected bool", path=path, response_format={"type": "json_object"}, json_object=1)
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_response_format_with_a_schema(path):
+    """OpenAI's form, and the schema of a json_object, as llama.cpp has it; the options of JSON beside it."""
+    schema = {"type": "object", "properties": {"b": {"type": "null"}, "a": True}}
+    text, asked = json.dumps(schema), lambda **more: {"type": "json_schema", "json_schema": {"name": "t", "schema": schema, **more}}
+
+    def made(format, **body):
+        [request] = read(path, response_format=format, **body).requests
+        return request.params.grammar
+
+    assert made(asked()) == made(asked(strict=False)) == made(asked(strict=None, description=None)) == ("json_schema", text, {})
+    assert made(asked(strict=True, description="d")) == made(asked(), json_strict=True) == ("json_schema", text, {"strict": True})
+    assert made({"type": "json_object", "schema": schema}) == ("json_schema", text, {}) == made(asked(schema=text))
+    assert made({"type": "json_object", "schema": None}) == ("json_object", None, {}) and made(asked(schema=False)).text == "false"
+    options = {"json_whitespace": "flexible", "json_any_order": True}
+    assert made(asked(strict=True), **options).options == {"strict": True, "whitespace": "flexible", "any_order": True}
+    refused_as = lambda format, *words, **body: unreadable("response_format", *words, path=path, response_format=format, **body)
+    for wrong in ({}, {"json_schema": None}, {"json_schema": {}}, {"json_schema": {"name": "t", "schema": None}}, {"json_schema": "{}"},
+                  {"json_schema": [schema]}, {"json_schema": {"schema": ""}}):
+        refused_as({"type": "json_schema", **wrong}, "needs {'json_schema': {'name': ..., 'schema': {...}}}")
+    for more, words in (({"title": "t"}, "'title'"), ({"strict": 1}, "json_schema.strict must be true or false; got 1"),
+                        ({"name": 5}, "json_schema.name must be text"), ({"schema": [1]}, "json_schema.schema must be a JSON schema; got [1]")):
+        refused_as(asked(**more), words)
+    refused_as({"type": "json_object", "schema": 5}, "must be a JSON schema")
+    refused_as({"type": "json_object", "schema": schema, "strict": True}, "'strict'")
+    refused_as(asked(strict=True), "strict and the field json_strict", json_strict=True)
+    for other in ({"json_object": True}, {"json_schema": schema}, {"regex": "a"}, {"choice": ["a"]}):
+        refused_as(asked(), *other, "leave one of them out", **other)
+    unreadable("json_strict", "no json_schema", path=path, response_format={"type": "json_object"}, json_strict=True)
+    unreadable("json_whitespace", "'fixed', 'compact' or 'flexible'", path=path, response_format=asked(), json_whitespace="loose")
+    unreadable("json_whitespace", "expected str", path=path, response_format=asked(), json_whitespace=5)
+    unreadable("json_any_order", "expected bool", path=path, json_schema=schema, json_any_order="yes")
 
 
 def test_what_is_not_spelled_as_here_is_refused_with_a_hint():
     for path in (CHAT, COMPLETIONS):
         unreadable("choice", "regex", path=path, regex="a", choice=["a"])
         unreadable("choice", "one or more strings", path=path, choice=[])
-        unreadable("json_schema", "not supported yet", "regex, ebnf, choice or json_object", path=path, json_schema="{}")
-        for name, here in (("guided_regex", "regex"), ("guided_choice", "choice"), ("guided_grammar", "ebnf"), ("structured_outputs", "regex")):
+        unreadable("structural_tag", "an object, or the text of one", path=path, structural_tag=[{}])
+        unreadable("json_schema", "an object, true, false, or the text of one", path=path, json_schema=[{}])
+        for name, here in (("guided_regex", "regex"), ("guided_choice", "choice"), ("guided_grammar", "ebnf"), ("structured_outputs", "regex"),
+                           ("guided_json", "json_schema")):
             unreadable(name, "unknown field", f"'{here}'", path=path, **{name: "a"})
-    for name in ("regex", "choice", "temperature", "max_new_tokens"):
+    for name in ("regex", "choice", "json_schema", "json_whitespace", "temperature", "max_new_tokens"):
         unreadable(name, "belongs into sampling_params", path=GENERATE, **{name: "a"})
     for where in ({"response_format": {"type": "json_object"}}, {"sampling_params": {"response_format": {"type": "json_object"}}}):
         unreadable("response_format", "'json_object': true", path=GENERATE, **where)
@@ -147,6 +194,10 @@ def test_copies_of_a_long_grammar_are_bounded():
     assert len(read(COMPLETIONS, regex=text, n=4).requests) == 4
     unreadable("regex", "counted for each of its 5 samples", "at most 4194304", regex=text, n=5)
     unreadable("choice", "characters", choice=["ab"] * MAX_CHOICES, n=14)
+    schema = {"const": "x" * (MAX_GRAMMAR_CHARS - 20)}
+    assert len(read(COMPLETIONS, json_schema=schema, n=4).requests) == 4
+    unreadable("json_schema", "counted for each of its 5 samples", "at most 4194304", json_schema=schema, n=5)
+    unreadable("json_schema", "at most 1048576 characters", json_schema={"const": "x" * MAX_GRAMMAR_CHARS})
     long = {"choice": ["a"] * MAX_CHOICES}
     start = time.process_time()
     unreadable("choice", path=GENERATE, text=["x"] * 1000, sampling_params=long)
@@ -171,15 +222,19 @@ def test_F121_a_complete_text_ends(demo, api_case):
 def test_F119_no_end_id_cuts_an_object(demo, api_case):
     """F119: the mask stands behind the bias; a stop that the user asks for wins."""
     case = api_case("F119")
-    pattern = case["request"]["body"]["regex"]
+    schema, pattern = case["request"]["body"]["response_format"]["json_schema"]["schema"], {"response_format": None, "regex": case["regex"]}
     [(text, reason)] = parts(demo.case(case))
-    assert re.fullmatch(pattern, text) and json.loads(text).keys() == {"city", "n"} and reason == "stop"
-    [(text, reason)] = parts(demo.case(case, logit_bias=None, stop_token_ids=[28], choice=["1,2,3,4,5"], regex=None))
+    assert_valid(text, schema)
+    assert reason == "stop"
+    [(text, reason)] = parts(demo.case(case, **pattern))
+    assert re.fullmatch(case["regex"], text) and json.loads(text).keys() == {"city", "n"} and reason == "stop"
+    [(text, reason)] = parts(demo.case(case, logit_bias=None, stop_token_ids=[28], choice=["1,2,3,4,5"], response_format=None))
     assert (text, reason) == ("1", "stop")
-    [(text, reason)] = parts(demo.case(case, logit_bias=None, stop=['", "n"']))
-    assert re.fullmatch(r'\{"city": "[A-Z][a-z ]{1,11}', text) and reason == "stop"
-    [(text, reason)] = parts(demo.case(case, max_tokens=3))
-    assert reason == "length" and '{"city": "'.startswith(text[:10])
+    for given in ({}, pattern):
+        [(text, reason)] = parts(demo.case(case, logit_bias=None, stop=['", "n"'], **given))
+        assert re.fullmatch(r'\{"city": "[^"]{0,12}', text) and reason == "stop"
+        [(text, reason)] = parts(demo.case(case, max_tokens=3, **given))
+        assert reason == "length" and '{"city": "'.startswith(text[:10])
 
 
 def test_F129_of_two_choices_the_longer_and_the_shorter_can_both_be_had(demo, api_case):
@@ -199,6 +254,9 @@ def test_F131_a_grammar_that_no_token_can_follow(demo, api_case):
         assert error["param"] == "regex" and "regex" in error["message"] and error["code"] == 400
     assert time.monotonic() - start < 10
     assert parts(demo.case(case, regex=f"a({NOWHERE}|b)")) == [("ab", "stop")]
+    answer = demo.case(case, regex=None, json_schema=case["schema"], max_tokens=30)
+    assert answer.status_code == 400 and refused(answer)["param"] == "json_schema" or json.loads(parts(answer)[0][0]) == f"x{NOWHERE}"
+    assert parts(demo.case(case, regex=None, json_schema={"enum": [f"x{NOWHERE}", "xy"]}, max_tokens=30))[0][0] in (f'"x{NOWHERE}"', '"xy"')
     for kind, text in (("regex", f"ab{NOWHERE}"), ("choice", [f"ab{NOWHERE}"]), ("ebnf", f'root ::= "ab" "{NOWHERE}"')):
         assert refused(demo.case(case, **{"regex": None, kind: text}))["param"] == kind
         answer = demo.case(case, **{"regex": None, kind: text}, stream=True)
@@ -242,6 +300,13 @@ def test_F123_characters_of_several_bytes(demo, api_case):
     assert len(seen) > 1
 
 
+def test_F157_no_delta_has_a_part_of_a_character(demo, api_case):
+    """F157"""
+    choices = [c for event in demo.events(COMPLETIONS, **expand(api_case("F157")["request"]["body"])) for c in event["choices"]]
+    assert "".join(c["text"] for c in choices) == "\U0001f642" * 3 and choices[-1]["finish_reason"] == "stop"
+    assert not any("\ufffd" in c["text"] for c in choices)
+
+
 def test_F125_classes(demo, api_case):
     """F125"""
     body = expand(api_case("F125")["request"]["body"])
@@ -270,8 +335,10 @@ def test_F135_samples_share_a_grammar_and_no_place_in_it(demo, api_case):
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         answers = [pool.submit(demo.case, api_case("F135"), seed=seed) for seed in (1, 2)]
     texts = [one for answer in answers for one in parts(answer.result())]
-    assert len(texts) == 6 and all(json.loads(text)["colour"] in ("red", "green", "blue") and reason == "stop" for text, reason in texts)
-    assert len(set(texts)) > 1 and demo.stats()["grammar_compiled"] == before + 1
+    assert demo.stats()["grammar_compiled"] == before + 1
+    texts += parts(demo.case(api_case("F135"), seed=3, response_format=None, regex=api_case("F135")["regex"]))
+    assert len(texts) == 9 and all(json.loads(text)["colour"] in ("red", "green", "blue") and reason == "stop" for text, reason in texts)
+    assert len(set(texts)) > 1
 
 
 def test_n_samples_are_streamed_under_one_regex(demo):
@@ -306,13 +373,83 @@ def test_the_openai_client_would_see_json(demo):
         json.loads(text)
 
 
+LINE = {"type": "object", "required": ["name", "n"], "additionalProperties": False,
+        "properties": {"name": {"type": "string", "maxLength": 5}, "n": {"type": "array", "items": {"enum": [1, 2]}, "maxItems": 2}}}
+SPELLED = {"fixed": r"\{\S+: \S*, \S+: \[(\d(, \d)?)?\]\}", "compact": r"\S*", "flexible": r"(.|\n)*"}     # without what stands in strings
+
+
+@pytest.mark.parametrize("layout", [None, *SPELLED])
+def test_a_schema_by_every_route_streamed_and_plain(small, layout):
+    """Three samples of one schema, in the layout that was asked for; the server's own is compact."""
+    schema = {"response_format": {"type": "json_schema", "json_schema": {"name": "line", "strict": True, "schema": LINE}}}
+    body = {"max_tokens": 200, "temperature": 1, "seed": 3, "n": 3, **({"json_whitespace": layout} if layout else {})}
+    prompt = {"prompt": "x"}
+    for path, asked in ((CHAT, {"messages": HI, **schema}), (COMPLETIONS, prompt | schema), (COMPLETIONS, prompt | {"json_schema": LINE})):
+        expected = parts(small.post(path, **asked, **body))
+        choices = [c for event in small.events(path, **asked, **body) for c in event["choices"]]
+        for index, (text, reason) in enumerate(expected):
+            mine = [c for c in choices if c["index"] == index]
+            assert "".join(c["text"] if "text" in c else c["delta"].get("content") or "" for c in mine) == text
+            assert mine[-1]["finish_reason"] == reason
+            if reason == "stop":
+                assert_valid(text, LINE)
+                assert re.fullmatch(SPELLED[layout or "compact"], re.sub(r'"([^"\\]|\\.)*"', '""', text)), text
+        assert len(set(expected)) > 1 and ("stop" in dict(expected).values() or layout == "flexible")
+    params = {"json_schema": json.dumps(LINE), "max_new_tokens": 200, "temperature": 1, "sampling_seed": 3, "json_whitespace": layout}
+    answer = small.post(GENERATE, text="x", sampling_params=params).json()
+    assert answer["text"] == expected[0][0] and small.events(GENERATE, text="x", sampling_params=params)[-1]["text"] == answer["text"]
+
+
 # -------------------------------------------------------------------------------------------------------------------- what is refused
+
+@pytest.mark.parametrize("schema, words", [
+    ({"properties": {"a/b": {"minLength": -1}}}, ["minLength at /properties/a~1b"]), ({"items": {"type": "int"}}, ["type at /items", "integer"]),
+    ({"$ref": "https://example.com/s.json"}, ["$ref at /", "not in this document"]), ({"$ref": "#/$defs/x"}, ["$ref at /", "leads nowhere"]),
+    ({"anyOf": [{}, {"type": "string", "pattern": "(?=a)"}]}, ["pattern at /anyOf/1", "lookahead"]),
+    ({"minItems": 2, "maxItems": 1, "type": "array"}, ["no value is valid"]),
+    ("{", ["is no JSON"]), ("5", ["expected an object, true or false"])], ids=str)
+def test_a_schema_that_cannot_be_held_is_a_400_with_keyword_and_place(small, schema, words):
+    for path, asked in ((CHAT, {"messages": HI, "response_format": {"type": "json_schema", "json_schema": {"name": "t", "schema": schema}}}),
+                        (COMPLETIONS, {"prompt": "x", "json_schema": schema}), (GENERATE, {"text": "x", "sampling_params": {"json_schema": schema}})):
+        for stream in (False, True):
+            error = check_refused(small.post(path, **asked, stream=stream), param="json_schema")
+            assert error["message"].startswith("json_schema: ") and all(word in error["message"] for word in words), error["message"]
+    small.alive()
+
+
+def test_large_schemas_are_held_or_refused_and_nobody_waits(small):
+    words = [f"word {i * 7919 % 10007}" for i in range(10_000)]
+    body = {"prompt": "x", "max_tokens": 40, "temperature": 1, "seed": 1}
+    [(text, reason)] = parts(small.post(COMPLETIONS, **body, json_schema={"enum": words}))
+    assert json.loads(text) in words and reason == "stop"
+    described = {"description": "d" * (MAX_GRAMMAR_CHARS - 100), "const": 5}
+    assert parts(small.post(COMPLETIONS, **body, json_schema=described)) == [("5", "stop")]
+    for large in ({"const": "x" * MAX_GRAMMAR_CHARS}, json.dumps({"description": "d" * MAX_GRAMMAR_CHARS})):
+        check_refused(small.post(COMPLETIONS, **body, json_schema=large), param="json_schema", names="at most 1048576 characters")
+    wide = {"type": "object", "properties": {f"p{i}": {"type": "integer"} for i in range(20_000)}, "minProperties": 9000}
+    check_refused(small.post(COMPLETIONS, **body, json_schema=wide), param="json_schema")
+    for depth in (10, 100, 300, 500, 900, 990, 2000, 100_000):  # some are too deep for who reads the body, others for who writes it down again
+        raw = '{"prompt": "x", "max_tokens": 3, "json_schema": ' + '{"items": ' * depth + '{"type": "null"}' + "}" * depth + "}"
+        answer = small.client.post(COMPLETIONS, content=raw, headers={"content-type": "application/json"})
+        assert answer.status_code in (200, 400) and (answer.status_code == 200 or answer.json()["error"]["type"] == "invalid_request_error"), depth
+    small.alive()
+
+
+def test_options_without_a_schema_are_a_400(small):
+    for options, names in (({"json_strict": True}, "no json_schema"), ({"json_any_order": True, "json_object": True}, "no json_schema"),
+                           ({"json_whitespace": "compact", "regex": "a"}, "no json_schema or json_object")):
+        check_refused(small.post(COMPLETIONS, prompt="x", **options), param=next(iter(options)), names=names)
 
 def test_F111_what_is_not_supported_is_never_dropped(demo, api_case):
     """F111"""
     for pattern, construct in zip(api_case("F111")["inputs"], ("backreference", "lookahead", "word boundaries")):
         error = refused(demo.case(api_case("F111"), regex=pattern))
         assert error["param"] == "regex" and construct in error["message"] and "position" in error["message"]
+        schema = api_case("F111")["schema"] | {"pattern": f"^{pattern}$"}
+        for stream in (False, True):
+            error = refused(demo.case(api_case("F111"), regex=None, response_format={
+                "type": "json_schema", "json_schema": {"name": "t", "strict": True, "schema": schema}}, stream=stream))
+            assert error["param"] == "json_schema" and "pattern at" in error["message"] and construct in error["message"]
     demo.alive()
 
 
@@ -337,7 +474,7 @@ def test_F113_what_is_malformed_is_refused_and_a_running_stream_goes_on(demo, ap
                                         (COMPLETIONS, {"prompt": ["x", "y", "z"], "n": 2}), (CHAT, {"messages": HI}),
                                         (CHAT, {"messages": HI, "n": 3})], ids=str)
 def test_a_grammar_that_does_not_compile_is_a_400_and_no_stream(small, path, body):
-    for kind, text in (("regex", "a(?=b)"), ("ebnf", "root ::= x"), ("choice", [])):
+    for kind, text in (("regex", "a(?=b)"), ("ebnf", "root ::= x"), ("choice", []), ("json_schema", {"type": "no type"}), ("json_schema", "{")):
         for stream in (False, True):
             error = check_refused(small.post(path, **body, **{kind: text}, stream=stream, max_tokens=5), param=kind)
             assert error["type"] == "invalid_request_error" and error["code"] == 400
@@ -432,7 +569,7 @@ def test_metrics_of_grammars(tmp_path):
         assert now["num_grammar_refused_total"] == stats["grammar_refused"] == 1
         assert now["num_grammar_cached"] == stats["grammar_cached"] == 2, "the refusal, too"
         assert now["grammar_tokens_total"] == stats["grammar_tokens"] == 4 * 4, "three tokens and an end each"
-        assert now["grammar_compile_seconds_total"] > 0 < now["grammar_build_seconds_total"]
+        assert now["grammar_compile_seconds_total"] > 0 <= now["grammar_build_seconds_total"], "none where all of the text was forced"
         assert now["grammar_misses_total"] == stats["grammar_misses"] >= 0
         assert now["grammar_rows"] == stats["grammar_rows"] >= 4 and now["grammar_table_bytes"] == stats["grammar_table_bytes"] > 0
         assert now["grammar_copied_bytes_total"] == stats["grammar_bytes"] > 0

@@ -561,7 +561,7 @@ def trees_of(text: torch.Tensor, known: torch.Tensor) -> DraftTree:
 @pytest.mark.parametrize("fields", SETTINGS, ids=str)
 @pytest.mark.parametrize("drafter", ["random", "ngram"])
 def test_texts_are_distributed_as_without_guesses(fields, drafter):
-    """Chi-square of texts of three tokens; a drafter may guess whatever it likes."""
+    """F137: chi-square of texts of three tokens; a drafter may guess whatever it likes."""
     rows = 4000
     model, ngram = Model(3, rows, SamplingParams(**fields)), Ngram(DraftOptions(count=8, branches=3, shortest=1))
     pairs = torch.tensor([*itertools.product(range(VOCABULARY), repeat=2)]).flatten().repeat(rows, 1)  # for `ngram` to find something

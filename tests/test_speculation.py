@@ -51,7 +51,7 @@ def guesses(engine) -> Record:
 @pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize("device, depth", [("inline", 0), ("thread", 1), ("late", 1), ("late", 2)])
 def test_nothing_changes_but_the_number_of_steps(path, reference, drafter, device, depth, topk, page):
-    """Asked twice, for `radix` finds the first answers in the cache; devices behind a fence, books proved after every step."""
+    """F139, F145: asked twice, for `radix` finds the first answers in the cache; devices behind a fence, books proved after every step."""
     flags = flags_of(drafter, page_size=page, speculative_eagle_topk=topk)
     engine = make(path, **flags) if device == "inline" else overlapped(path, device, depth, **flags)
     for turn in range(2):
@@ -138,7 +138,7 @@ def test_the_last_column_of_the_context_is_the_last(tmp_path, length):
 
 
 def test_a_stop_inside_a_block_of_right_guesses_drops_the_rest(path):
-    """Text, ids, logprobs and count end with the token that ends them."""
+    """F141, F143: text, ids, logprobs and count end with the token that ends them."""
     engine = make(path, **flags_of("ngram", speculative_eagle_topk=1))
     repeat = dict(logit_bias={65: 90.0, 66: 50.0}, frequency_penalty=0.0)
     for stop in (dict(stop="bbbb"), dict(stop_token_ids=[65], min_tokens=11, ignore_eos=False), dict(max_tokens=13), dict(stop_regex="b{7}")):
@@ -146,6 +146,57 @@ def test_a_stop_inside_a_block_of_right_guesses_drops_the_rest(path):
         wanted = {"stop": 4, "stop_token_ids": 12, "max_tokens": 13, "stop_regex": 7}[next(iter(stop))]
         assert len(answer.ids) == len(answer.logprobs) == wanted, (stop, answer)
     assert guesses(engine).accepted > 15
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_a_prefix_out_of_the_cache_is_as_good_as_one_that_was_computed(path, reference, drafter):
+    """F149: one cold request, then six that share its prefix, and these once more."""
+    engine, prefix = make(path, **flags_of(drafter)), repeating(3, 60)
+    groups = [[request("cold", prefix, params(max_tokens=20, logit_bias=FEW))]]
+    groups += [[request(f"{turn}{i}", prefix + prompt(6, i), params(max_tokens=20, logit_bias=FEW)) for i in range(6)] for turn in "ab"]
+    for group in groups:
+        answers = run(engine, group)
+        for r in group:
+            same(answers[r.rid], reference(r))
+            assert answers[r.rid].cached >= 60 * (r.rid != "cold") and answers[r.rid].cached >= 66 * (r.rid[0] == "b") - 1
+    assert guesses(engine).accepted > 10
+    engine.shutdown()
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_no_guess_stems_from_somebody_elses_text(path, drafter):
+    """F151: a long text, then a short one in its row and another namespace. Each guess of the second is a token of its own."""
+    shortest = {} if drafter == "radix" else dict(speculative_ngram_min_match_window_size=1)
+    engine, offered = make(path, max_running_requests=1, **flags_of(drafter, **shortest)), []
+    theirs, ours = list(range(200, 230)) * 4, [65, 66, 67, 65, 66]
+    for one in engine.speculation.drafters:
+        if hasattr(one, "draft"):
+            draft = one.draft
+
+            def on_device(tokens, known):
+                found = draft(tokens, known)
+                offered.extend(found[0].tokens[found[0].inside].tolist())
+                return found
+            one.draft = on_device
+        else:
+            propose = one.propose
+
+            def on_host(*args):
+                found = propose(*args)
+                offered.extend(found[0])
+                return found
+            one.propose = on_host
+    bias = lambda tokens: dict(logit_bias=dict.fromkeys(tokens, 40.0))
+    for turn in range(2):
+        run(engine, [request("theirs", theirs, params(max_tokens=30, **bias(theirs[:30])), namespace="theirs")])
+    assert set(offered) & set(theirs) and guesses(engine).accepted
+    sizes = [{name: getattr(value, "nbytes", 0) for name, value in vars(one).items()} for one in engine.speculation.drafters]
+    offered.clear()
+    for namespace in "aba":  # its own text is in the cache at last
+        run(engine, [request("ours", ours, params(max_tokens=30, **bias(ours)), namespace=namespace)])
+    assert offered and set(offered) <= set(ours)
+    assert sizes == [{name: getattr(value, "nbytes", 0) for name, value in vars(one).items()} for one in engine.speculation.drafters]
+    engine.shutdown()
 
 
 # ---------------------------------------------------------------------------------------------------------------------- when things fail

@@ -14,18 +14,18 @@ LEVELS = {  # imports point down: a module may import those of lower levels that
     "attention": {"native", "kernels"}, "text": {"protocol"}, "memory": {"kernels"}, "sampling": {"native", "kernels", "protocol"}, "chat": {"protocol"},
     "model": {"kernels", "native", "memory", "weights"}, "policies": set(), "layout": set(),
     "scheduler": {"radix", "waiting", "policies", "layout", "memory", "protocol"}, "spec": {"native", "radix", "sampling"},
-    "config": {"protocol", "radix", "eviction", "policies"}, "events": {"radix"},
+    "config": {"protocol", "radix", "eviction", "policies", "reasoning", "tools"}, "events": {"radix"},
     "constraint": {"compiler", "grammar", "masks", "native", "protocol", "rules", "sampling", "spec", "vocab"},
-    "engine": {"config", "constraint", "events", "grammar", "masks", "protocol", "radix", "eviction", "weights", "kernels", "attention", "memory", "sampling", "model", "policies", "scheduler", "spec", "text"},
+    "worker": set(), "results": {"constraint", "protocol", "sampling", "scheduler", "spec"}, "engine": {"results", "config", "constraint", "events", "grammar", "jump", "masks", "worker", "protocol", "radix", "eviction", "weights", "kernels", "attention", "memory", "sampling", "model", "policies", "scheduler", "spec", "text"},
     "rules": set(), "regex": {"rules"}, "json_text": {"rules", "regex"}, "json_document": {"rules", "json_text"},
-    "json_schema": {"rules", "schema", "json_text", "json_document"}, "schema": {"rules", "regex"}, "vocab": {"rules"}, "nodes": {"rules"},
-    "automaton": {"nodes", "rules", "vocab"}, "grammar": {"automaton", "nodes", "rules", "schema", "vocab"}, "masks": {"native", "kernels"},
-    "compiler": {"grammar", "rules", "vocab"},
+    "json_schema": {"rules", "schema", "json_text", "json_document", "json_members"}, "json_members": {"rules", "schema"}, "schema": {"rules", "regex", "free_text"}, "free_text": {"rules"}, "structural_tag": {"rules", "schema", "json_schema", "free_text"}, "vocab": {"rules"}, "nodes": {"rules"},
+    "automaton": {"nodes", "rules", "vocab"}, "tables": {"automaton", "rules", "vocab"}, "grammar": {"automaton", "tables", "json_schema", "nodes", "rules", "schema", "structural_tag", "vocab"}, "masks": {"native", "kernels"},
+    "jump": {"grammar", "vocab"}, "compiler": {"grammar", "jump", "rules", "vocab"},
     "llm": {"engine", "config", "protocol", "chat", "radix"},
-    "api": {"protocol", "chat"}, "process": {"protocol"}, "server": set(MODULES) - {"__init__", "__main__", "server"},
+    "reasoning": set(), "tools": {"protocol", "reasoning"}, "api": {"protocol", "chat", "reasoning", "tools"}, "process": {"protocol"}, "server": set(MODULES) - {"__init__", "__main__", "server"},
     "__init__": set(), "__main__": {"config", "protocol", "radix"},
 }
-TORCH_FREE = ["protocol", "eviction", "waiting", "policies", "layout", "radix", "events", "text", "chat", "config", "api", "process", "server", "compiler", "json_text", "json_document", "json_schema",
+TORCH_FREE = ["protocol", "eviction", "waiting", "policies", "layout", "radix", "events", "text", "chat", "config", "api", "process", "server", "compiler", "json_text", "json_document", "json_members", "json_schema", "free_text", "structural_tag", "reasoning", "tools",
               "__main__"]
 MAX_LINE, MAX_FILE, MAX_FUNCTION = 150, 850, 80
 
