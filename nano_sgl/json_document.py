@@ -8,25 +8,27 @@ made (json_schema.py) for *parts*, a schema and its place, that all hold at once
       flatten   [a, {"prefixItems": [b], "exclusiveMinimum": 3}]                      $ref and allOf are more parts
       negate    {"exclusiveMaximum": 4}  ->  [{"type": "number", "minimum": 4}]       one holds where the part does not
 
-Names. NOT is a keyword of our own: what is negated, and its argument. No schema that was sent has it, for keys are strings.
+Names. NOT, HAS, TAIL and EITHER are keywords of our own, for what no keyword says. A *sight* is what a schema sees of an object and an array, which
+is what unevaluatedProperties and unevaluatedItems ask of all schemas that are applied beside them: for each way in which these may hold, the keys
+and places are known, and the rest is what additionalProperties and items would say.
 
 Invariants. A part is made once: equal ids mean equal schemas, so a set of parts is known by its ids, and recursion comes back to where it was.
 Every keyword that changes validity is held by name in SHAPES, or refused; what no draft names is an annotation.
 
 Cost. A few microseconds a keyword. Only what is reached is checked.
 
-Where it stops. No reference leaves the document, and none is followed from a part with an $id of its own. unevaluated... is held where it says
-what additionalProperties and items would say. The complement of some keywords is not made: `_negate`. Siblings of $ref hold, but not in
+Where it stops. No reference leaves the document. The complement of some keywords is not made: `_negate`. Siblings of $ref hold, but not in
 draft-07 and older. Sources: JSON Schema 2020-12, 2019-09, draft-07, draft-04; RFC 6901.
 """
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator
 from decimal import Decimal
 from typing import NamedTuple
-from urllib.parse import unquote
+from urllib.parse import unquote, urljoin
 
 from .json_text import FORMATS
 from .rules import GrammarError, tick
@@ -35,13 +37,26 @@ TYPES = ("object", "array", "string", "integer", "fraction", "boolean", "null") 
 NAMED_TYPES = {name: {name} for name in TYPES if name != "fraction"} | {"number": {"integer", "fraction"}}
 
 
-NOT = 0  # a keyword of our own: what is negated, and its argument. No schema that was sent has it, for keys are strings
+NOT = 0     # no schema that was sent has it, for keys are strings: what is negated, and its argument
+HAS = 1     # some member of an object is so: (schema of its key, schema of its value)
+TAIL = 2    # some item of an array is so: (from which place on, its schema)
+EITHER = 3  # one of these lists of parts holds
 
 
 class Part(NamedTuple):
     """A schema that must hold, and its JSON pointer."""
     schema: dict | bool
     path: str
+
+
+class Sight(NamedTuple):
+    """What a schema sees of an object and an array: keys, patterns, all keys? places, all places? and what it finds anywhere."""
+    keys: tuple[str, ...] = ()
+    patterns: tuple[str, ...] = ()
+    all_keys: bool = False
+    items: int = 0
+    all_items: bool = False
+    contains: tuple[dict | bool, ...] = ()
 
 
 Parts = tuple[Part, ...]
@@ -120,7 +135,8 @@ SHAPES: dict[str, tuple[Callable[[object], bool], str]] = {  # keyword -> what i
     "dependentRequired": (lambda arg: isinstance(arg, dict) and all(map(is_names, arg.values())), "expected lists of strings by name"),
     "dependencies": (lambda arg: isinstance(arg, dict) and all(is_names(one) or is_schema(one) for one in arg.values()), "expected schemas by name"),
     "exclusiveMinimum": (lambda arg: isinstance(arg, (int, float)), "expected a number"),  # draft-04 has a bool here
-    "exclusiveMaximum": (lambda arg: isinstance(arg, (int, float)), "expected a number"), NOT: (lambda arg: True, ""),
+    "exclusiveMaximum": (lambda arg: isinstance(arg, (int, float)), "expected a number"),
+} | {keyword: (lambda arg: True, "") for keyword in (NOT, HAS, TAIL, EITHER)
 } | {keyword: (is_count, "expected a count") for keyword in (
     "minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties", "minContains", "maxContains")
 } | {keyword: (is_number, "expected a number") for keyword in ("minimum", "maximum")
@@ -128,16 +144,18 @@ SHAPES: dict[str, tuple[Callable[[object], bool], str]] = {  # keyword -> what i
     "not", "if", "then", "else", "contains", "additionalProperties", "additionalItems", "propertyNames", "unevaluatedItems", "unevaluatedProperties")
 } | {keyword: (is_schemas, "expected a list of schemas") for keyword in ("anyOf", "oneOf", "allOf", "prefixItems")
 } | {keyword: (is_table, "expected schemas by name") for keyword in ("properties", "patternProperties", "dependentSchemas")}
-REFUSED = {"$dynamicRef": "is not supported", "$recursiveRef": "is not supported", "extends": "is draft-03", "disallow": "is draft-03",
-           "divisibleBy": "is draft-03"}
-APPLIED = ("$ref", "allOf", "anyOf", "oneOf", "not", "if", "then", "else", "dependentSchemas", "dependencies")
+REFUSED = {"extends": "is draft-03", "disallow": "is draft-03", "divisibleBy": "is draft-03"}
+MAPS = ("properties", "patternProperties", "dependentSchemas", "dependencies", "$defs", "definitions")  # keywords that hold schemas by name
+DATA = ("enum", "const", "default", "examples")                                                        # keywords that hold no schemas
+APPLIED = {"$ref", "allOf", "anyOf", "oneOf", "if", "dependentSchemas", "dependencies"}  # keywords by which other schemas see an object
+UNEVALUATED = {"unevaluatedProperties": "additionalProperties", "unevaluatedItems": "items"}  # and what says the same where nothing is applied
 OWNERS = {"object": ("required", "properties", "patternProperties", "additionalProperties", "propertyNames", "minProperties", "maxProperties",
                      "dependentRequired", "dependentSchemas", "dependencies"),
           "array": ("items", "prefixItems", "contains", "minItems", "maxItems", "uniqueItems"),
           "string": ("minLength", "maxLength", "pattern", "format"),
           "number": ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")}
 OWNER = {keyword: kind for kind, keywords in OWNERS.items() for keyword in keywords}
-NOT_HELD = ("idn-email", "idn-hostname", "iri", "iri-reference", "uri-template", "regex")
+NOT_HELD = ("idn-email", "idn-hostname")
 
 
 # -- documents --
@@ -148,8 +166,8 @@ class Document:
     def __init__(self, root: dict | bool):
         self.root = root
         self.memo: dict[tuple, tuple] = {}         # with the objects whose ids are in the keys: an id stays its own
-        self.anchors: dict[str, Part] = {}
-        self.bases: list[str] = []
+        self.anchors: dict[tuple[str, str], Part] = {}
+        self.bases: dict[str, str] = {}
         self.old = isinstance(root, dict) and bool(re.search(r"draft-0[3467]", str(root.get("$schema", ""))))
         self.index()
 
@@ -160,32 +178,44 @@ class Document:
         return self.memo[key][1]
 
     def index(self) -> None:
-        """Finds $id and $anchor."""
-        todo: list[tuple[object, str]] = [(self.root, "")]
+        """Finds $id and $anchor: in `bases` the address of each schema that has one, by place; in `anchors` schemas by address and name. References
+        are made absolute, so that it does not matter where they stand."""
+        self.bases[""] = ""
+        todo: list[tuple[object, str, str, bool]] = [(self.root, "", "", False)]
         while todo:
-            node, path = todo.pop()
+            node, path, base, by_name = todo.pop()
+            for name in ("$id", "id") if self.old else ("$id",):
+                if isinstance(node, dict) and isinstance(node.get(name), str) and not by_name:
+                    if node[name].startswith("#"):
+                        self.anchors.setdefault((base, node[name][1:]), Part(node, path))
+                    else:
+                        base = self.bases[path] = joined(base, node[name], name, path).partition("#")[0]
+                        self.anchors.setdefault((base, ""), Part(node, path))
             if isinstance(node, dict):
-                for name, mark in (("$anchor", "#"), ("$dynamicAnchor", "#"), ("$id", ""), ("id", "")):
-                    if isinstance(node.get(name), str) and (name != "id" or self.old):
-                        self.anchors.setdefault(mark + node[name].rstrip("#"), Part(node, path))
-                        self.bases += [path] * (path != "" and not mark and not node[name].startswith("#"))
-                todo += [(item, f"{path}/{escape(key)}") for key, item in node.items() if isinstance(item, (dict, list))]
+                for name in ("$ref", "$dynamicRef"):
+                    if isinstance(node.get(name), str) and base:
+                        address, mark, fragment = node[name].partition("#")
+                        node[name] = (joined(base, address, name, path) if address else base) + mark + fragment
+                for name in ("$anchor", "$dynamicAnchor"):
+                    if isinstance(node.get(name), str):
+                        self.anchors.setdefault((base, node[name]), Part(node, path))
+                todo += [(item, f"{path}/{escape(key)}", base, key in MAPS and not by_name) for key, item in node.items()
+                         if isinstance(item, (dict, list)) and (by_name or key not in DATA)]
             elif isinstance(node, list):
-                todo += [(item, f"{path}/{i}") for i, item in enumerate(node) if isinstance(item, (dict, list))]
+                todo += [(item, f"{path}/{i}", base, False) for i, item in enumerate(node) if isinstance(item, (dict, list))]
+        self.anchors.setdefault((self.bases[""], ""), Part(self.root, ""))
 
     def resolve(self, ref: str, path: str) -> Part:
         """What a reference leads to."""
-        base, _, fragment = ref.partition("#")
-        if any(path.startswith(f"{inner}/") or path == inner for inner in self.bases):
-            raise refusal("$ref", path, "stands in a schema with an $id of its own")
-        start = Part(self.root, "") if not base else self.anchors.get(base) or next(
-            (part for name, part in self.anchors.items() if not name.startswith("#") and name.endswith(f"/{base}")), None)
+        address, _, fragment = ref.partition("#")
+        start = self.anchors.get((address or self.bases[""], "")) or next(
+            (part for (name, anchor), part in self.anchors.items() if not anchor and name.endswith(f"/{address}")), None)
         if start is None:
             raise refusal("$ref", path, f"{ref[:60]} is not in this document")
         if fragment and not fragment.startswith("/"):
-            if f"#{fragment}" not in self.anchors:
+            if (address, fragment) not in self.anchors:
                 raise refusal("$ref", path, f"there is no anchor {fragment[:60]}")
-            return self.anchors[f"#{fragment}"]
+            return self.anchors[address, fragment]
         node, place = start
         for key in unquote(fragment).split("/")[1:]:
             key = key.replace("~1", "/").replace("~0", "~")
@@ -200,19 +230,31 @@ class Document:
             raise refusal("$ref", path, f"{ref[:60]} is no schema")
         return Part(node, place)
 
+    def check(self, part: Part) -> None:
+        """Raises GrammarError for what is not as a draft has it."""
+        for keyword, arg in part.schema.items() if isinstance(part.schema, dict) else ():
+            if keyword in REFUSED:
+                raise refusal(keyword, part.path, REFUSED[keyword])
+            if keyword in SHAPES and not SHAPES[keyword][0](arg):
+                raise refusal(keyword, part.path, SHAPES[keyword][1])
+
     def clean(self, part: Part) -> Part:
         """The part without annotations, in the forms of 2020-12; checks all that is left."""
-        return part if isinstance(part.schema, bool) else self.once(("clean", id(part.schema)), part.schema, lambda: self._clean(part))
+        if isinstance(part.schema, bool):
+            return part
+        found = self.once(("clean", id(part.schema)), part.schema, lambda: self._clean(part))
+        return self.once(("clean", id(found.schema)), found.schema, lambda: found)  # what is clean stays the same object
 
     def _clean(self, part: Part) -> Part:
         schema, path = part
         if self.old and "$ref" in schema:
             schema = {"$ref": schema["$ref"]}
-        for keyword, arg in schema.items():
-            if keyword in REFUSED:
-                raise refusal(keyword, path, REFUSED[keyword])
-            if keyword in SHAPES and not SHAPES[keyword][0](arg):
-                raise refusal(keyword, path, SHAPES[keyword][1])
+        for keyword in ("$dynamicRef", "$recursiveRef"):
+            if keyword in schema:
+                if "$ref" in schema or len(self.bases) > 1:
+                    raise refusal(keyword, path, "is not supported beside $ref, and where schemas have an $id of their own")
+                schema = {"$ref" if key == keyword else key: arg for key, arg in schema.items()}
+        self.check(Part(schema, path))
         held = {keyword: arg for keyword, arg in schema.items() if keyword in SHAPES}
         held = {keyword: arg for keyword, arg in held.items() if keyword not in ("then", "else") or "if" in held}
         for keyword, bound in (("exclusiveMinimum", "minimum"), ("exclusiveMaximum", "maximum")):  # as draft-04 has it
@@ -222,16 +264,17 @@ class Document:
         if isinstance(held.get("items"), list):
             held |= {"prefixItems": held.pop("items")} | ({"items": held["additionalItems"]} if "additionalItems" in held else {})
         held.pop("additionalItems", None)
-        for keyword, same in (("unevaluatedProperties", "additionalProperties"), ("unevaluatedItems", "items")):
+        for keyword, same in UNEVALUATED.items():
+            if keyword in held and (held[keyword] is True or same in held):
+                del held[keyword]
+        if any(keyword in held and (APPLIED & set(held) or keyword == "unevaluatedItems" and "contains" in held) for keyword in UNEVALUATED):
+            return Part({EITHER: self.evaluated(Part(held, path))}, path)
+        for keyword, same in UNEVALUATED.items():
             if keyword in held:
-                seen = [other for other in APPLIED if other in held] + ["contains"] * (same == "items" and "contains" in held)
-                if held[keyword] is not True and same not in held and seen:
-                    raise refusal(keyword, path, f"beside {seen[0]} is not supported")
-                arg = held.pop(keyword)
-                held.setdefault(same, arg)
+                held[same] = held.pop(keyword)
         if held.get("format") in NOT_HELD:
             raise refusal("format", path, f"{held['format']} is not supported")
-        if "format" in held and held["format"] not in FORMATS:
+        if "format" in held and held["format"] not in (*FORMATS, "regex"):
             del held["format"]
         if held.get("uniqueItems") is False:
             del held["uniqueItems"]
@@ -253,13 +296,31 @@ class Document:
 
     def flatten(self, parts: Iterable[Part]) -> Parts | None:
         """All that holds with the parts, without $ref and allOf; None: nothing can."""
-        todo, flat, seen = list(reversed(list(parts))), [], set()
+        flat: dict[int, Part] = {}
+        for part in parts:
+            if part.schema is not True:
+                more = None if part.schema is False else self.once(("flat", id(part.schema)), part.schema, lambda: self._flatten(part))
+                if more is None:
+                    return None
+                for one in more:
+                    flat.setdefault(id(one.schema), one)
+        return tuple(flat.values())
+
+    def _flatten(self, part: Part) -> Parts | None:
+        todo, flat, seen = [part], [], set()
+        within: set[int] = set()  # the schemas whose references are being followed
         while todo:
-            part = self.clean(todo.pop())
+            part = todo.pop()
+            if isinstance(part, int):
+                within.remove(part)
+                continue
+            part = self.clean(part)
             schema, path = part
             if schema is False:
                 return None
             if schema is True or not schema or id(schema) in seen:
+                if id(schema) in within:
+                    raise refusal("$ref" if "$ref" in schema else "allOf", path, "a schema that holds where it holds itself says nothing")
                 continue
             seen.add(id(schema))
             keyword = next((keyword for keyword in ("$ref", "allOf") if keyword in schema), None)
@@ -268,11 +329,95 @@ class Document:
                 continue
             more = [self.resolve(schema["$ref"], path)] if keyword == "$ref" else [
                 Part(one, f"{path}/allOf/{i}") for i, one in enumerate(schema["allOf"])]
-            rest, order = self.without(part, keyword), list(schema)
-            first = "properties" in schema and order.index("properties") < order.index(keyword)
-            todo += reversed([rest, *more] if first else [*more, rest])
+            rest = self.without(part, keyword)
+            within.add(id(schema))
+            todo += [id(schema), *reversed([rest, *more] if self.declares_first(schema, keyword) else [*more, rest])]
             tick()
         return tuple(flat)
+
+    # -- unevaluatedProperties and unevaluatedItems --
+
+    def evaluated(self, part: Part) -> list[list[Part]]:
+        """What a schema with unevaluated... says: lists of parts of which one holds. In each it is known which keys and places others see."""
+        schema = part.schema
+        found = []
+        for parts, seen in self.sights(Part({key: arg for key, arg in schema.items() if key not in UNEVALUATED}, part.path), ()):
+            rest: dict = {}
+            if "unevaluatedProperties" in schema and not seen.all_keys:
+                rest |= {"properties": dict.fromkeys(seen.keys, True), "patternProperties": dict.fromkeys(seen.patterns, True),
+                         "additionalProperties": schema["unevaluatedProperties"]}
+            if "unevaluatedItems" in schema and not seen.all_items:
+                rest |= {"prefixItems": [True] * seen.items} if seen.items else {}
+                rest["items"] = {"anyOf": [*seen.contains, schema["unevaluatedItems"]]}
+            found.append([*parts, Part(rest, part.path)])
+        return found
+
+    def sights(self, part: Part, above: tuple[int, ...]) -> list[tuple[list[Part], Sight]]:
+        """The ways in which a part may hold, and what is seen then of keys and items. above: the schemas that apply it."""
+        self.check(part)
+        schema, path = part
+        if isinstance(schema, bool):
+            return [([], Sight())] if schema else []
+        if id(schema) in above:
+            raise refusal("$ref", path, "a schema that holds where it holds itself says nothing")
+        items, whole = schema.get("items"), set(UNEVALUATED) & set(schema)
+        own = {key: arg for key, arg in schema.items() if whole or key not in (*APPLIED, "then", "else")}
+        sight = Sight(tuple(schema.get("properties", ())), tuple(schema.get("patternProperties", ())),
+                      bool({"additionalProperties", "unevaluatedProperties"} & set(schema)),
+                      len(items if isinstance(items, list) else schema.get("prefixItems", ())),
+                      bool({"unevaluatedItems", "additionalItems"} & set(schema)) or is_schema(items),
+                      (schema["contains"],) if "contains" in schema else ())
+        order = [key for key in schema if key in APPLIED]
+        before = [key for key in order if key in ("$ref", "allOf") and not self.declares_first(schema, key)]
+        found: list[tuple[list[Part], Sight]] = [([], Sight())]
+        for keyword in (*before, "", *(key for key in order if key not in before)):
+            more = self.applied(part, keyword, schema[keyword], (*above, id(schema))) if keyword else [([Part(own, path)], sight)]
+            found = self.both(found, more, path)
+        return found
+
+    @staticmethod
+    def declares_first(schema: dict, keyword: str) -> bool:
+        """Do its own properties come before those of the keyword?"""
+        order = list(schema)
+        return "properties" in schema and order.index("properties") < order.index(keyword)
+
+    def both(self, ways: list, others: list, path: str) -> list[tuple[list[Part], Sight]]:
+        """The ways in which two schemas may hold together."""
+        if len(ways) * len(others) > 64:
+            raise refusal("unevaluatedProperties", path, "beside more than 64 alternatives is not supported")
+        return [(parts + more, Sight(*(max(a, b) if isinstance(a, int) else a + b for a, b in zip(sight, other))))
+                for parts, sight in ways for more, other in others]
+
+    def applied(self, part: Part, keyword: str, arg: object, above: tuple[int, ...]) -> list[tuple[list[Part], Sight]]:
+        """The ways in which a keyword that applies other schemas may hold."""
+        schema, path = part
+        if keyword == "$ref":
+            return self.sights(self.resolve(arg, path), above)
+        if keyword in ("dependentSchemas", "dependencies"):
+            found = [([], Sight())]
+            for key, more in arg.items():
+                some = [([Part({"required": [key, *more]}, path)], Sight())] if isinstance(more, list) else self.both(
+                    [([Part({"type": "object", "required": [key]}, path)], Sight())], self.sights(Part(more, f"{path}/{keyword}"), above), path)
+                found = self.both(found, [([Part({"properties": {key: False}}, path)], Sight()), *some], path)
+            return found
+        if keyword == "if":
+            held, then, no = (self.sights(Part(schema.get(name, True), f"{path}/{name}"), above) for name in ("if", "then", "else"))
+            return self.both(held, then, path) + self.both([([Part({"not": arg}, path)], Sight())], no, path)
+        ways = [self.sights(Part(one, f"{path}/{keyword}/{i}"), above) for i, one in enumerate(arg)]
+        whole = [([Part({keyword: arg}, path)], Sight())]
+        if keyword == "oneOf":
+            return self.both(whole, [one for some in ways for one in some], path)
+        if all(sight == Sight() for some in ways for _, sight in some):
+            return whole
+        if keyword == "anyOf" and len(ways) > 6:
+            raise refusal("unevaluatedProperties", path, "beside anyOf of more than 6 is not supported: any of them may hold together")
+        found = []
+        for chosen in itertools.product((True, False), repeat=len(ways)) if keyword == "anyOf" else [(True,) * len(ways)]:
+            some = whole
+            for is_in, one in zip(chosen, ways):
+                some = self.both(some, one, path) if is_in else some
+            found += some if any(chosen) else []
+        return found
 
     def negate(self, part: Part) -> list[Part]:
         """Schemas of which one holds where the part does not."""
@@ -285,8 +430,12 @@ class Document:
         schema, path = part
         for keyword, arg in schema.items():
             typed = {"type": OWNER.get(keyword, "object")}
-            if keyword in ("type", "enum", "const", "pattern", "format"):
+            if keyword in ("type", "pattern", "format", "multipleOf"):
                 yield {NOT: (keyword, arg)} | (typed if keyword in OWNER else {})
+            elif keyword in ("enum", "const"):
+                values = arg if keyword == "enum" else [arg]
+                yield {"allOf": [{NOT: ("enum", [value for value in values if not isinstance(value, (dict, list))])}, *(
+                    {"anyOf": list(differs(value))} for value in values if isinstance(value, (dict, list)))]}
             elif keyword in ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"):
                 yield typed | {{"minimum": "exclusiveMaximum", "maximum": "exclusiveMinimum", "exclusiveMinimum": "maximum",
                                 "exclusiveMaximum": "minimum"}[keyword]: arg}
@@ -294,24 +443,81 @@ class Document:
                 yield typed | {keyword.replace("min", "max"): arg - 1} if arg else False
             elif keyword in ("maxLength", "maxItems", "maxProperties"):
                 yield typed | {keyword.replace("max", "min"): arg + 1}
-            elif keyword == "required":
-                yield from (typed | {"properties": {name: False}} for name in arg)
-            elif keyword == "properties":
-                yield from (typed | {"required": [name], keyword: {name: {"not": one}}} for name, one in arg.items())
-            elif keyword == "items" and "prefixItems" not in schema:
-                yield typed | {"contains": {"not": arg}}
-            elif keyword == "contains" and not {"minContains", "maxContains"} & set(schema):
-                yield typed | {"items": {"not": arg}}
+            elif keyword in ("properties", "patternProperties", "additionalProperties", "propertyNames", "required", "dependentRequired",
+                             "dependentSchemas", "dependencies"):
+                yield from ({"type": "object"} | one for one in self._negate_members(schema, keyword, arg))
+            elif keyword in ("items", "prefixItems", "contains"):
+                yield from ({"type": "array"} | one for one in self._negate_items(schema, keyword, arg))
+            elif keyword in ("minContains", "maxContains", "then", "else"):
+                pass                                                            # said by contains, and by if
+            elif keyword == "if":
+                yield {"allOf": [arg, {"not": schema.get("then", True)}]}
+                yield {"allOf": [{"not": arg}, {"not": schema.get("else", True)}]}
             elif keyword == "allOf":
                 yield from ({"not": one} for one in arg)
-            elif keyword == "anyOf":
+            elif keyword in ("anyOf", "oneOf"):
                 yield {"allOf": [{"not": one} for one in arg]}
+                yield from ({"allOf": list(pair)} for pair in (itertools.combinations(arg, 2) if keyword == "oneOf" else ()))
             elif keyword == "not":
                 yield arg
             elif keyword == "$ref":
                 yield {"not": self.resolve(arg, path).schema}
+            elif keyword == EITHER:
+                yield {"allOf": [{"anyOf": [{"not": one.schema} for one in more]} if more else False for more in arg]}
             else:
                 raise refusal("not", path, f"the complement of {keyword} is not supported")
+
+    def _negate_members(self, schema: dict, keyword: str, arg) -> Iterator[dict]:
+        if keyword == "required":
+            yield from ({"properties": {name: False}} for name in arg)
+        elif keyword == "properties":
+            yield from ({"required": [name], "properties": {name: {"not": one}}} for name, one in arg.items())
+        elif keyword == "patternProperties":
+            yield from ({HAS: ({"pattern": pattern}, {"not": one})} for pattern, one in arg.items())
+        elif keyword == "propertyNames":
+            yield {HAS: ({"not": arg}, True)}
+        elif keyword == "additionalProperties":
+            known = [{"enum": list(schema.get("properties", ()))}, *({"pattern": pattern} for pattern in schema.get("patternProperties", ()))]
+            yield {HAS: ({"allOf": [{"not": one} for one in known]}, {"not": arg})}
+        else:
+            for key, more in arg.items():
+                yield from ({"required": [key], "properties": {name: False}} for name in more) if isinstance(more, list) else [
+                    {"required": [key], "not": more}]
+
+    def _negate_items(self, schema: dict, keyword: str, arg) -> Iterator[dict]:
+        prefix = schema.get("prefixItems", [])
+        if keyword == "prefixItems":
+            yield from ({"minItems": i + 1, "prefixItems": [True] * i + [{"not": one}]} for i, one in enumerate(arg))
+        elif keyword == "items":
+            yield {TAIL: (len(prefix), {"not": arg})}
+        else:
+            low, high = schema.get("minContains", 1), schema.get("maxContains")
+            if low:
+                yield {"items": {"not": arg}} if low == 1 else {"contains": arg, "minContains": 0, "maxContains": low - 1}
+            if high is not None:
+                yield {"contains": arg, "minContains": high + 1}
+
+
+def differs(value: dict | list) -> Iterator[dict]:
+    """Schemas of which one holds for what is not this object or array."""
+    if isinstance(value, list):
+        yield {"type": [name for name in NAMED_TYPES if name != "array"]}
+        yield from ({"type": "array", "maxItems": len(value) - 1},) if value else ()
+        yield {"type": "array", "minItems": len(value) + 1}
+        yield from ({"type": "array", "minItems": i + 1, "prefixItems": [True] * i + [{"not": {"const": item}}]} for i, item in enumerate(value))
+    else:
+        yield {"type": [name for name in NAMED_TYPES if name != "object"]}
+        yield from ({"type": "object", "properties": {key: False}} for key in value)
+        yield from ({"type": "object", "required": [key], "properties": {key: {"not": {"const": item}}}} for key, item in value.items())
+        yield {"type": "object", HAS: ({"not": {"enum": list(value)}}, True)}
+
+
+def joined(base: str, address: str, keyword: str, path: str) -> str:
+    """An absolute address."""
+    try:
+        return urljoin(base, address)
+    except ValueError as error:
+        raise refusal(keyword, path, f"{address[:60]} is no address: {error}") from None
 
 
 def escape(key: str) -> str:

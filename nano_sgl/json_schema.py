@@ -12,19 +12,20 @@ Each set is a rule, made once, so recursion ends where a set comes back. What `e
 
 Strings and numbers are json_text's: one constraint is an expression, several are a product of automata whose states become rules.
 
-Objects. Declared properties come in the order in which they are declared, those of `required` that nobody declares after them, all others last. A
-state is (which property is next, how many were written), so commas and minProperties need no more. A declared key cannot come twice.
+Objects. Declared properties come in the order in which they are declared, those of `required` that nobody declares after them, all others last;
+or in any order, where that is asked for and the keys are few (json_members). A declared key cannot come twice. `not`, at last, is a disjunction
+as well: some key is missing, or some member is there whose value is not as it should be.
 
 Invariants. What is accepted is valid. A keyword that changes validity and cannot be held exactly raises GrammarError with its name and JSON
 pointer; so does a schema that no value satisfies. Left out are spellings, not values: keys and listed values have one spelling, integers are
-written without point and exponent, numbers under a constraint without exponent, half a surrogate pair is no character.
+written without point and exponent, numbers under multipleOf without exponent, half a surrogate pair is no character.
 
-Cost. 1 ms for an everyday schema; some 100 microseconds a set, and for objects that allow other keys as much for each declared one. MAX_SETS,
-MAX_WORDS, MAX_PAIRS and json_text's MAX_STATES bound what multiplies.
+Cost. 1 ms for an everyday schema; some 100 microseconds a set, and for objects that allow other keys some for each character of the declared
+ones. MAX_SETS, MAX_WORDS, json_members' MAX_PAIRS and json_text's MAX_STATES bound what multiplies.
 
-Where it stops. No reference leaves the document. Extra keys may repeat among themselves, so minProperties is held only as far as declared ones
-reach. Extra keys spell what ASCII can print as it is. Patterns are those of regex.py. A `format` that no standard names is an annotation, as
-the standard has it. contains stands alone, uniqueItems is for a few listed values. What else is refused is what raises `refusal`.
+Where it stops. Keys that nobody declares may repeat among themselves, and count each time. They spell what ASCII can print as it is. Patterns are
+those of regex.py. A `format` that no standard names is an annotation, as the standard has it. uniqueItems is for listed values. A schema that
+applies itself without going into a value says nothing. What else is refused is what raises `refusal`.
 Sources: JSON Schema 2020-12 and draft-07; RFC 8259.
 """
 
@@ -32,21 +33,27 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
+from collections import Counter
 from collections.abc import Callable, Iterable
+from decimal import Decimal
 from fractions import Fraction
+from functools import lru_cache
 from typing import NamedTuple
 
-from .json_document import NAMED_TYPES, NOT, TYPES, Document, Part, Parts, canonical, decimal, escape, is_schema, refusal, type_of
-from .json_text import (FORMATS, MAX_DIGITS, Bounds, Counted, Derived, Letters, Multiple, avoid, decimals_of, product, quoted, single, span,
-                        spelled)
-from .rules import ALL, BYTES, EMPTY, NEVER, Byte, Cat, Expr, GrammarError, Ranges, Ref, Repeat, Rules, alt, cat, literal, repeat, show, tick
-from .schema import LAYOUTS, MAX_TEXT, json_rules, strings
+from .json_document import (EITHER, HAS, NAMED_TYPES, NOT, OWNER, TAIL, TYPES, Document, Part, Parts, canonical, decimal, escape, is_schema, refusal,
+                            type_of)
+from .json_members import Count, Option, Pair, Writer, bracketed, in_any_order, in_order, sequence, subsets
+from .json_text import (FORMATS, MAX_DIGITS, WHOLE, Bounds, Counted, Derived, Letters, Multiple, Several, avoid, product, quoted, regex_rules,
+                        scientific, single, span, spelled)
+from .rules import ALL, BYTES, NEVER, Byte, Cat, Expr, GrammarError, Ranges, Ref, Repeat, Rules, alt, cat, literal, repeat, show, tick
+from .schema import LAYOUTS, MAX_TEXT, grammar, json_rules, strings
 
 MAX_SETS = 12_000      # parts of all sets that have a rule
-MAX_WORDS = 20_000     # characters of the keys that others must differ from
-MAX_PAIRS = 20_000     # states of one object
-MAX_MULTIPLE = 1000    # of multipleOf, in its last digit
-MAX_DISTINCT = 8       # values of which each may come once
+MAX_WORDS = 40_000     # characters of the keys that others must differ from, in all objects
+
+
+MEMBERS = frozenset(("properties", "patternProperties", "additionalProperties", "propertyNames"))
 
 
 class Text(NamedTuple):
@@ -58,26 +65,40 @@ class Text(NamedTuple):
     sources: list[tuple[str, bool]]  # of the expressions that are patterns
 
 
+ANYTHING = Text(0, None, [], "pattern", [])
+
+
+@lru_cache(maxsize=3)
+def json_terminals(whitespace: str) -> dict[str, Expr]:
+    """Any JSON, as schema.py has it, but without half a surrogate pair."""
+    return json_rules(LAYOUTS[whitespace]) | {"json.string": quoted(repeat(spelled(ALL), 0, None))}
+
+
 class Compiler:
     """Makes rules for sets of parts. `names`: the sets that have one; `todo`: those whose rule is not made yet."""
 
-    def __init__(self, root: dict | bool, whitespace: str, strict: bool):
+    def __init__(self, root: dict | bool, whitespace: str, strict: bool, any_order: bool = False):
         self.document, self.letters = Document(root), Letters()
         self.flat, self.layout, self.whitespace, self.strict = self.document.flatten, LAYOUTS[whitespace], whitespace, strict
+        self.any_order = any_order
         self.chars: dict[tuple, Ref] = {}
-        self.rules = json_rules(self.layout)
-        self.rules["json.string"] = quoted(repeat(self.char(ALL), 0, None))
-        self.names: dict[tuple[int, ...], tuple[str, Parts]] = {}
-        self.todo: list[tuple[str, Parts]] = []
-        self.parts = 0
+        self.rules: dict[str, Expr] = {}
+        self.names: dict[tuple[int, ...], Expr] = {}
+        self.values: dict[tuple[int, ...], list | None] = {}
+        self.kinds: dict[int, tuple[set[str], Part]] = {}
+        self.todo: list[tuple[str, Parts, list[Parts] | None]] = []
+        self.others: dict[frozenset[str], Expr] = {}
+        self.parts, self.steps, self.words, self.turns = 0, 0, 0, {}
 
     def compile(self) -> Rules:
         """All rules. Raises GrammarError where no value is valid."""
         self.rules["root"] = self.value([Part(self.document.root, "")])
         while self.todo:
-            name, parts = self.todo.pop()
-            self.rules[name] = self.body(name, parts)
+            name, flat, alternatives = self.todo.pop()
+            self.rules[name] = self.body(name, flat, alternatives)
             tick()
+        if (path := endless(self.turns)) is not None:
+            raise refusal("$ref", path, "a schema that holds where it holds itself says nothing")
         if not productive(self.rules):
             raise refusal("schema", "", "no value is valid")
         return Rules(self.rules, "root")
@@ -86,15 +107,48 @@ class Compiler:
         """A value for which all parts hold."""
         flat = self.flat(parts)
         if not flat:
-            return NEVER if flat is None else Ref("json.value")
+            return NEVER if flat is None else self.json("value")
         key = tuple(id(part.schema) for part in flat)
         if key not in self.names:
-            self.parts += len(flat)
-            if self.parts > MAX_SETS:
-                raise refusal("schema", flat[0].path, f"its alternatives multiply to more than {MAX_SETS}")
-            self.names[key] = f"s{len(self.names)}", flat
-            self.todo.append(self.names[key])
-        return Ref(self.names[key][0])
+            self.settle(key, flat)
+        return self.names[key]
+
+    def settle(self, key: tuple[int, ...], flat: Parts) -> None:
+        """Names a set. Where only one alternative is possible, that is the set."""
+        path, keys, found = flat[0].path, [key], None
+        while found is None:
+            self.steps += 1
+            alternatives = self.possible(flat)
+            if alternatives == []:
+                found = NEVER
+            elif alternatives is not None and len(alternatives) == 1:
+                flat = alternatives[0]
+                key = tuple(id(part.schema) for part in flat)
+                if key in keys:
+                    raise refusal("$ref", path, "a schema that holds where it holds itself says nothing")
+                keys.append(key)
+                found = self.names.get(key) if flat else self.json("value")
+            else:
+                found = Ref(f"s{len(self.names)}")
+                self.todo.append((found.name, flat, alternatives))
+                self.parts += len(flat)
+            if max(self.parts, self.steps) > MAX_SETS:
+                raise refusal("schema", path, f"its alternatives multiply to more than {MAX_SETS}")
+        self.names |= dict.fromkeys(keys, found)
+
+    def possible(self, flat: Parts) -> list[Parts] | None:
+        """The alternatives of a set that may have values; None: it has no alternatives."""
+        if self.impossible(flat, 0):
+            return []
+        split = None if self.finite(flat) is not None else self.split(flat)
+        return None if split is None else [more for more in map(self.flat, split) if more is not None and not self.impossible(more, 1)]
+
+    def json(self, name: str) -> Ref:
+        """Any value, number or string."""
+        if f"json.{name}" not in self.rules:
+            known = json_terminals(self.whitespace)
+            self.rules |= known if name == "value" else {f"json.{name}": known[f"json.{name}"]}
+        return Ref(f"json.{name}")
 
     def char(self, ranges: Ranges, plain: bool = False) -> Ref:
         """One character, as a rule: for sets come again."""
@@ -103,15 +157,14 @@ class Compiler:
             self.rules[self.chars[ranges, plain].name] = spelled(ranges, plain)
         return self.chars[ranges, plain]
 
-    def body(self, name: str, flat: Parts) -> Expr:
+    def body(self, name: str, flat: Parts, alternatives: list[Parts] | None) -> Expr:
         """The rule of a set of parts."""
+        if alternatives is not None:
+            made = [self.value(more) for more in alternatives]
+            self.turns[name] = flat[0].path, [one.name for one in made if isinstance(one, Ref)]
+            return alt(dict.fromkeys(made))
         if (values := self.finite(flat)) is not None:
-            return self.listed(values)
-        for i, part in enumerate(flat):
-            for keyword, split in self.SPLITS.items():
-                if keyword in part.schema:
-                    rest = self.document.without(part, keyword, *(("then", "else") if keyword == "if" else ()))
-                    return alt([self.value([*flat[:i], rest, *more, *flat[i + 1:]]) for more in split(self, part, part.schema[keyword])])
+            return self.listed(name, values)
         types = self.types(flat)
         if {"integer", "fraction"} <= types:
             types -= {"fraction", "integer"}
@@ -120,12 +173,38 @@ class Compiler:
 
     # -- alternatives --
 
+    def split(self, flat: Parts) -> list[list[Part]] | None:
+        """The sets of parts of which one must hold, by the first keyword that has alternatives; None: there is none."""
+        objects = "object" in self.types(flat)
+        for i, part in enumerate(flat):
+            for keyword, split in self.SPLITS.items():
+                if keyword in part.schema and (objects or keyword not in OWNER):
+                    rest = self.document.without(part, keyword, *(("then", "else") if keyword == "if" else ()))
+                    return [[*flat[:i], rest, *more, *flat[i + 1:]] for more in split(self, part, part.schema[keyword])]
+        return None
+
+    def alternatives(self, parts: Iterable[Part], keyword: str, path: str) -> list[Parts]:
+        """Sets of parts without alternatives, of which one holds where all parts do."""
+        todo, found = [self.flat(parts)], []
+        while todo:
+            flat = todo.pop()
+            more = None if flat is None else self.split(flat)
+            if more is not None:
+                todo += map(self.flat, reversed(more))
+            elif flat is not None:
+                found.append(flat)
+            if len(todo) + len(found) > 64:
+                raise refusal(keyword, path, "more than 64 alternatives are not supported")
+        return found
+
+    # -- alternatives --
+
     def one_of(self, part: Part, branches: list) -> list[list[Part]]:
         """oneOf: this branch and none of the others, unless they exclude each other anyway."""
         parts = [Part(one, f"{part.path}/oneOf/{i}") for i, one in enumerate(branches)]
         found = [[one] for one in parts]
         for (i, a), (j, b) in itertools.combinations(enumerate(parts), 2):
-            if not self.disjoint([a], [b]):
+            if not self.impossible(self.flat([a, b]), 3):
                 for k, other in ((i, b), (j, a)):
                     try:
                         none = self.document.negate(other)
@@ -156,38 +235,39 @@ class Compiler:
 
     SPLITS: dict[str, Callable] = {
         "anyOf": lambda self, part, arg: [[Part(one, f"{part.path}/anyOf/{i}")] for i, one in enumerate(arg)],
-        "oneOf": one_of, "not": lambda self, part, arg: [[one] for one in self.document.negate(Part(arg, f"{part.path}/not"))], "if": split_if,
+        "not": lambda self, part, arg: [[one] for one in self.document.negate(Part(arg, f"{part.path}/not"))],
+        EITHER: lambda self, part, arg: arg, "oneOf": one_of, "if": split_if,
         "dependentRequired": split_dependent, "dependentSchemas": split_dependent, "dependencies": split_dependent}
 
-    def disjoint(self, a: Iterable[Part], b: Iterable[Part], depth: int = 3) -> bool:
-        """Can it be seen that no value is in both?"""
-        a, b = self.flat(a), self.flat(b)
-        if a is None or b is None:
+    def impossible(self, flat: Parts | None, depth: int) -> bool:
+        """Can it be seen that no value fits, in the values that an object must have down to some depth?"""
+        if flat is None:
             return True
-        common, finite = self.types(a) & self.types(b), [self.finite(a), self.finite(b)]
-        if not common:
+        kinds = self.types(flat)
+        if not kinds or self.finite(flat) == []:
             return True
-        for values, others in zip(finite, (b, a)):
-            if values is not None:
-                return not any(all(self.holds(value, part) for part in others) for value in values)
-        if common <= {"integer", "fraction"}:
-            bounds = self.bounds([*a, *b])
-            return None not in (bounds.low, bounds.high) and (bounds.low > bounds.high or (
-                bounds.low == bounds.high and (bounds.low_open or bounds.high_open)))
-        if common != {"object"} or not depth:
-            return False
-        keys = {key for part in (*a, *b) for key in part.schema.get("required", ())}
-        return any(self.disjoint(self.member(a, key), self.member(b, key), depth - 1) for key in keys)
+        if kinds <= {"integer", "fraction"}:
+            return self.bounds(flat).empty()
+        return kinds == {"object"} and depth > 0 and any(
+            self.impossible(self.flat(self.member(flat, key)), depth - 1) for part in flat for key in part.schema.get("required", ()))
 
     # -- what a set says --
 
     def types(self, flat: Parts) -> set[str]:
         """The types that are left."""
-        found = set(TYPES)
+        known, found = self.kinds, set(TYPES)
         for part in flat:
-            for kind, positive in self.said(part, "type"):
-                named = set().union(*(NAMED_TYPES[one] for one in (kind if isinstance(kind, list) else [kind])))
-                found &= named if positive else set(TYPES) - named
+            if id(part.schema) not in known:
+                known[id(part.schema)] = self.types_of(part), part
+            found &= known[id(part.schema)][0]
+        return found
+
+    def types_of(self, part: Part) -> set[str]:
+        """The types that a part allows."""
+        found = set(TYPES)
+        for kind, positive in self.said(part, "type"):
+            named = set().union(*(NAMED_TYPES[one] for one in (kind if isinstance(kind, list) else [kind])))
+            found &= named if positive else set(TYPES) - named
         return found
 
     def said(self, part: Part, keyword: str) -> list[tuple]:
@@ -198,15 +278,15 @@ class Compiler:
 
     def finite(self, flat: Parts) -> list | None:
         """The values, if they are listed."""
-        for part in flat:
-            if "enum" in part.schema or "const" in part.schema:
-                values = part.schema["enum"] if "enum" in part.schema else [part.schema["const"]]
-                return [value for value in values if all(self.holds(value, one) for one in flat)]
-        kinds = self.types(flat)
-        if kinds <= {"boolean", "null"} and kinds:
-            values = [value for value in (True, False, None) if type_of(value) in kinds]
-            return [value for value in values if all(self.holds(value, one) for one in flat)]
-        return None
+        key = tuple(id(part.schema) for part in flat)
+        if key not in self.values:
+            candidates = next((part.schema.get("enum", [part.schema.get("const")]) for part in flat
+                               if "enum" in part.schema or "const" in part.schema), None)
+            kinds = self.types(flat)
+            if candidates is None and kinds <= {"boolean", "null"} and kinds:
+                candidates = [value for value in (True, False, None) if type_of(value) in kinds]
+            self.values[key] = None if candidates is None else [value for value in candidates if all(self.holds(value, one) for one in flat)]
+        return self.values[key]
 
     def bounds(self, flat: Iterable[Part]) -> Bounds:
         """Of a number."""
@@ -226,8 +306,8 @@ class Compiler:
         return [value for part in flat for keyword in ("enum", "const") for arg, positive in self.said(part, keyword) if not positive
                 for value in (arg if keyword == "enum" else [arg]) if type_of(value) in kind]
 
-    def text(self, flat: Iterable[Part]) -> Text:
-        """Of a string: all that is said of it, except which values it must not be."""
+    def text(self, flat: Iterable[Part], regex: bool = False) -> Text:
+        """Of a string: all that is said of it, except which values it must not be. regex: the format of that name is the caller's to hold."""
         low, high, exprs, keyword, sources = 0, None, [], "pattern", []
         for part in flat:
             schema, path = part
@@ -236,6 +316,8 @@ class Compiler:
                 high = int(schema["maxLength"]) if high is None else min(high, int(schema["maxLength"]))
             for keyword, (arg, positive) in [(name, one) for name in ("pattern", "format") for one in self.said(part, name)]:
                 if keyword == "format" and arg not in FORMATS:
+                    if arg == "regex" and not (positive and regex):
+                        raise refusal("format" if positive else "not", path, "format regex is held only for a string of which nothing else is said")
                     continue
                 source = (FORMATS[arg], False) if keyword == "format" else (arg, True)
                 exprs.append((self.parse(source, keyword, path), positive))
@@ -262,9 +344,13 @@ class Compiler:
         if not exprs and not without:
             return repeat(self.char(ALL), low, high)
         if not exprs and not low and high is None:
-            if sum(map(len, without)) > MAX_WORDS:
-                raise refusal("additionalProperties", path, "there are too many keys that others must differ from")
-            return avoid(without, f"{name}.other", self.rules, self.char)
+            words = frozenset(without)
+            if words not in self.others:
+                self.words += sum(map(len, without))
+                if self.words > MAX_WORDS:
+                    raise refusal("additionalProperties", path, "there are too many keys that others must differ from")
+                self.others[words] = avoid(words, f"other{len(self.others)}", self.rules, self.char)
+            return self.others[words]
         if len(exprs) == 1 and exprs[0][1] and not without:
             expr = exprs[0][0]
             if not low and high is None:
@@ -273,62 +359,71 @@ class Compiler:
                 high = min((end for end in (high, expr.high) if end is not None), default=None)
                 low = max(low, expr.low)
                 return NEVER if high is not None and low > high else repeat(self.letters.write(expr.item, self.char), low, high)
-        walkers = [Derived(expr, positive) for expr, positive in exprs] + [Counted(low, high)] * (low > 0 or high is not None)
-        if without:
-            walkers.append(Derived(alt([self.letters.word(word) for word in sorted(without)]), False))
-        atoms = self.letters.atoms([expr for walker in walkers if isinstance(walker, Derived) for expr in walker.start], self.char)
-        return product(walkers, atoms, f"{name}.text{len(self.rules)}", self.rules, lambda why: refusal(text.keyword, path, why))
+        walkers = self.walkers(text._replace(low=low, high=high), without)
+        return product(walkers, self.atoms((), walkers), f"{name}.text{len(self.rules)}", self.rules, lambda why: refusal(text.keyword, path, why))
+
+    def walkers(self, text: Text, without: set[str]) -> list:
+        """Automata of which all must accept."""
+        found: list = [Derived(expr, positive) for expr, positive in text.exprs]
+        found += [Counted(text.low, text.high)] * (text.low > 0 or text.high is not None)
+        return found + [Derived(alt([self.letters.word(word) for word in sorted(without)]), False)] * bool(without)
+
+    def atoms(self, exprs: Iterable[Expr], walkers: list) -> list[tuple[int, Expr]]:
+        """The classes of characters that none of them tells apart."""
+        return self.letters.atoms([*exprs, *(walker.expr for walker in walkers if isinstance(walker, Derived))], self.char)
 
     def string(self, name: str, flat: Parts, kind: str) -> Expr:
         """A string."""
-        return quoted(self.write_text(name, self.text(flat), self.excluded(flat, "string"), flat[0].path))
+        without = self.excluded(flat, "string")
+        if any(part.schema.get("format") == "regex" for part in flat) and self.text(flat, True)[:3] == ANYTHING[:3] and not without:
+            self.rules |= regex_rules()
+            return quoted(Ref("json.regex"))
+        text = self.text(flat)
+        if text == ANYTHING and not without:
+            return self.json("string")
+        return quoted(self.write_text(name, text, without, flat[0].path))
 
     def constant(self, name: str, flat: Parts, kind: str) -> Expr:
         """true, false or null."""
-        return self.listed([value for value in (True, False, None) if type_of(value) == kind and all(self.holds(value, part) for part in flat)])
+        return self.listed(name, [value for value in (True, False, None) if type_of(value) == kind and all(self.holds(value, part) for part in flat)])
 
     def number(self, name: str, flat: Parts, kind: str) -> Expr:
         """An integer, a fraction, or either."""
-        bounds, wrong = self.bounds(flat), self.excluded(flat, ("integer", "fraction"))
-        steps = [(decimal(part.schema["multipleOf"]), part.path) for part in flat if "multipleOf" in part.schema]
-        if bounds == Bounds(None, False, None, False) and not steps and not wrong and kind == "number":
-            return Ref("json.number")
-        base = bounds.write(kind == "integer")
-        walkers = [Derived(decimals_of(decimal(value)), False) for value in wrong]
-        if kind == "fraction":
-            walkers.append(Derived(alt([Bounds(None, False, None, False).write(True), cat([Bounds(None, False, None, False).write(True), BYTES[46],
-                                                                                         repeat(BYTES[48], 1, None)])]), False))
-        for step, path in steps:
+        steps = [(decimal(arg), part.path, positive) for part in flat for arg, positive in self.said(part, "multipleOf")]
+        between = self.bounds(flat).without(map(decimal, self.excluded(flat, ("integer", "fraction"))))
+        if kind == "number" and not steps and between == [Bounds(None, False, None, False)]:
+            return self.json("number")
+        base = alt(one.write(kind == "integer") for one in between)
+        walkers = [] if kind != "fraction" else [Derived(WHOLE, False)]
+        powers = [] if kind == "integer" or steps else [one if kind == "number" else one.within(Decimal(-1), Decimal(1)) for one in between]
+        for step, path, positive in steps:
             places = max(0, -step.normalize().as_tuple().exponent)
-            digits = int(step * 10 ** places)
-            if digits > MAX_MULTIPLE or places > 20:
-                raise refusal("multipleOf", path, f"{step} has too many states")
-            walkers.append(Multiple(digits, places))
-        if not walkers:
-            return base
-        atoms = [(1 << b, BYTES[b]) for b in b"-.0123456789"]
-        return product([Derived(base), *walkers], atoms, f"{name}.{kind}", self.rules, lambda why: refusal("multipleOf", flat[0].path, why))
+            walkers.append(Multiple(int(step * 10 ** places), places, positive))
+        if walkers:
+            path = steps[0][1] if steps else flat[0].path
+            base = product([Derived(base), *walkers], [(1 << b, BYTES[b]) for b in b"-.0123456789"], f"{name}.{kind}", self.rules,
+                           lambda why: refusal("multipleOf", path, why))
+        return alt([base, *map(scientific, powers)])
 
-    def listed(self, values: list) -> Expr:
+    def listed(self, name: str, values: list) -> Expr:
         """One of the values."""
-        plain, layout = [], {"compact": (",", ":")}.get(self.whitespace, (", ", ": "))
-        nested = []
+        plain, nested, layout = [], [], {"compact": (",", ":")}.get(self.whitespace, (", ", ": "))
         for value in values:
-            if self.whitespace == "flexible" and isinstance(value, (dict, list)) and value:
-                nested.append(self.spaced(value))
+            if (self.whitespace == "flexible" or self.any_order) and isinstance(value, (dict, list)) and value:
+                nested.append(self.spaced(name, value))
             else:
                 plain.append(json.dumps(value, ensure_ascii=False, separators=layout))
         return alt([strings(plain) if plain else NEVER, *nested])
 
-    def spaced(self, value: object) -> Expr:
-        """A listed value under the flexible layout."""
+    def spaced(self, name: str, value: object) -> Expr:
+        """A listed value under the flexible layout, or in any order."""
         if not isinstance(value, (dict, list)) or not value:
             return literal(json.dumps(value, ensure_ascii=False))
-        items = [self.spaced(item) for item in value] if isinstance(value, list) else [
-            cat([self.spaced(key), self.layout.colon, self.spaced(item)]) for key, item in value.items()]
-        body = [part for item in items for part in (self.layout.comma, item)][1:]
-        opener, closer = "[]" if isinstance(value, list) else "{}"
-        return cat([literal(opener), self.layout.pad, *body, self.layout.pad, literal(closer)])
+        if isinstance(value, list):
+            body = [part for item in value for part in (self.layout.comma, self.spaced(name, item))][1:]
+            return cat([literal("["), self.layout.pad, *body, self.layout.pad, literal("]")])
+        pairs = [Pair(json.dumps(key, ensure_ascii=False).encode(), [(self.spaced(name, item), 0)], True) for key, item in value.items()]
+        return self.members(self.writer(name, ""), pairs, [], Count(0, None))
 
     def element(self, flat: Parts, place: int | None) -> list[Part]:
         """What must hold for an element of an array; None: one behind all prefixes."""
@@ -352,10 +447,9 @@ class Compiler:
             return NEVER
         if any("uniqueItems" in part.schema for part in flat) and (high is None or high > 1):
             return self.distinct(name, flat, low, high)
-        comma, rest = self.layout.comma, self.value(self.element(flat, None))
-        if any("contains" in part.schema for part in flat):
-            return self.containing(flat, rest, low, high, prefix)
-        first = max(prefix, 1)
+        if any("contains" in part.schema or TAIL in part.schema for part in flat):
+            return self.containing(name, flat, low, high, prefix)
+        comma, rest, first = self.layout.comma, self.value(self.element(flat, None)), max(prefix, 1)
         expr = repeat(cat([comma, rest]), max(low - first, 0), None if high is None else max(high - first, 0))
         for place in range(first - 1, -1, -1):
             if place % 8 == 7:
@@ -363,47 +457,86 @@ class Compiler:
                 expr = Ref(f"{name}.item{place}")
             item = NEVER if high is not None and place >= high else self.value(self.element(flat, place))
             expr = cat([item, expr]) if not place else repeat(cat([comma, item, expr]), int(place < low), 1)
-        return self.bracketed("[", expr, "]", not low)
+        return bracketed("[]", expr, not low, self.layout)
 
-    def bracketed(self, opener: str, items: Expr, closer: str, optional: bool) -> Expr:
-        """One or more items in brackets; optional: or none."""
-        pad = self.layout.pad
-        return cat([literal(opener), pad, repeat(cat([items, pad]), int(not optional), 1), literal(closer)])
+    def writer(self, name: str, path: str) -> Writer:
+        """Where the rules of a set go."""
+        return Writer(name, self.layout, self.rules, lambda keyword, why: refusal(keyword, path, why))
 
     def distinct(self, name: str, flat: Parts, low: int, high: int | None) -> Expr:
         """An array without equal items, out of a few that are listed: a state is the set of those that were written."""
         path = next(part.path for part in flat if "uniqueItems" in part.schema)
-        items = self.flat(self.element(flat, None))
-        values = [] if items is None else self.finite(items)
-        if values is None or len(values) > MAX_DISTINCT or any({"prefixItems", "contains"} & set(part.schema) for part in flat):
-            raise refusal("uniqueItems", path, f"is held for up to one item, and for items that list up to {MAX_DISTINCT} values")
-        texts = [self.listed([value]) for value in {canonical(value): value for value in values}.values()]
-        for chosen in range(1 << len(texts)):
-            count = chosen.bit_count()
-            ends = [self.layout.pad if count else EMPTY] * (count >= low)
-            self.rules[f"{name}.set{chosen}"] = alt(ends + [
-                cat([self.layout.comma if count else EMPTY, text, Ref(f"{name}.set{chosen | 1 << i}")])
-                for i, text in enumerate(texts) if not chosen >> i & 1 and (high is None or count < high)])
-        return cat([literal("["), self.layout.pad, Ref(f"{name}.set0"), literal("]")])
+        if any(TAIL in part.schema for part in flat):
+            raise refusal("uniqueItems", path, "is not held together with the complement of items")
+        prefix = max(len(part.schema.get("prefixItems", ())) for part in flat)
+        places = [self.flat(self.element(flat, place)) for place in (*range(prefix), None)]
+        listed = [[] if items is None else self.finite(items) for items in places]
+        if None in listed:
+            raise refusal("uniqueItems", path, "is held for arrays of up to one item, and for items that list their values")
+        values = {canonical(value): value for some in listed for value in some}
+        texts = {key: self.listed(name, [value]) for key, value in values.items()}
+        allowed = [[i for i, key in enumerate(values) if key in set(map(canonical, some))] for some in listed]
+        wanted = [(sum(1 << i for i, value in enumerate(values.values()) if self.holds(value, Part(part.schema["contains"], part.path))),
+                   part.schema.get("minContains", 1), part.schema.get("maxContains", len(values))) for part in flat if "contains" in part.schema]
+        items = list(texts.values())
 
-    def containing(self, flat: Parts, rest: Expr, low: int, high: int | None, prefix: int) -> Expr:
-        """An array that must contain something."""
-        part = next(part for part in flat if "contains" in part.schema)
-        count = int(part.schema.get("minContains", 1))
-        others = sum("contains" in one.schema for one in flat) > 1
-        if others or prefix or high is not None or low > count or "maxContains" in part.schema:
-            raise refusal("contains", part.path, "is not held together with other contains, maxContains, prefixItems, or bounds on the length")
-        comma = self.layout.comma
-        wanted = self.value([*self.element(flat, None), Part(part.schema["contains"], f"{part.path}/contains")])
-        before, after = repeat(cat([rest, comma]), 0, None), repeat(cat([comma, rest]), 0, None)
-        more = repeat(cat([comma, before, wanted]), max(count - 1, 0), max(count - 1, 0))
-        items = cat([before, wanted, more, after]) if count else cat([rest, after])
-        return self.bracketed("[", items, "]", not count)
+        def arcs(chosen: int) -> Iterable[tuple[Expr, int]]:
+            count = chosen.bit_count()
+            for i in allowed[min(count, prefix)] if high is None or count < high else ():
+                if not chosen >> i & 1:
+                    yield items[i], chosen | 1 << i
+
+        def ends(chosen: int) -> bool:
+            return chosen.bit_count() >= low and all(least <= (chosen & mask).bit_count() <= most for mask, least, most in wanted)
+
+        return cat([literal("["), self.layout.pad, sequence(self.writer(name, path), 0, arcs, ends, "uniqueItems"), literal("]")])
+
+    def containing(self, name: str, flat: Parts, low: int, high: int | None, prefix: int) -> Expr:
+        """An array with items of a kind: a state is how many were written, as far as that matters, and how many of each kind."""
+        path, kinds = next(part.path for part in flat if "contains" in part.schema or TAIL in part.schema), []
+        for part in flat:
+            if "contains" in part.schema:
+                least, most = int(part.schema.get("minContains", 1)), part.schema.get("maxContains")
+                kinds.append((0, Part(part.schema["contains"], f"{part.path}/contains"), least, None if most is None else int(most)))
+            if TAIL in part.schema:
+                kinds.append((part.schema[TAIL][0], Part(part.schema[TAIL][1], part.path), 1, None))
+        cap = max([low, prefix, high or 0, *(first for first, *_ in kinds)])
+        if len(kinds) > 4:
+            raise refusal("contains", path, "more than 4 at once are not supported")
+        no = [None if most is None else self.no(part) for _, part, _, most in kinds]
+
+        def arcs(state: tuple) -> Iterable[tuple[Expr, tuple]]:
+            place, *counts = state
+            if high is not None and place >= high:
+                return
+            base = self.element(flat, place if place < prefix else None)
+            for chosen in itertools.product((False, True), repeat=len(kinds)):
+                parts, after = list(base), []
+                for is_in, count, other, (first, part, least, most) in zip(chosen, counts, no, kinds):
+                    enough = count >= (least if most is None else most)
+                    if is_in and (place < first or enough):
+                        break
+                    parts += [part] if is_in else [other] if other and place >= first else []
+                    after.append(count + is_in)
+                else:
+                    yield self.value(parts), (min(place + 1, cap), *after)
+
+        def ends(state: tuple) -> bool:
+            return state[0] >= low and all(count >= least for count, (_, _, least, _) in zip(state[1:], kinds))
+
+        start = (0,) + (0,) * len(kinds)
+        return cat([literal("["), self.layout.pad, sequence(self.writer(name, path), start, arcs, ends, "contains"), literal("]")])
+
+    def no(self, part: Part) -> Part:
+        """What holds where the part does not."""
+        return Part(self.document.once(("no", id(part.schema)), part.schema, lambda: {"not": part.schema}), part.path)
 
     def member(self, flat: Parts, key: str) -> list[Part]:
         """What must hold for the value of a key."""
         found = []
         for schema, path in flat:
+            if MEMBERS.isdisjoint(schema):
+                continue
             named = [Part(schema["properties"][key], f"{path}/properties/{escape(key)}")] if key in schema.get("properties", ()) else []
             named += [Part(one, f"{path}/patternProperties/{escape(pattern)}") for pattern, one in schema.get("patternProperties", {}).items()
                       if self.letters.matches(self.parse((pattern, True), "patternProperties", path), key)]
@@ -414,84 +547,81 @@ class Compiler:
             found += named
         return found
 
-    def extras(self, name: str, flat: Parts, declared: Iterable[str]) -> list[Expr]:
-        """The keys that nobody declares, and their values, by the patterns that match."""
-        names = self.flat([Part(part.schema["propertyNames"], f"{part.path}/propertyNames") for part in flat if "propertyNames" in part.schema])
-        if names is None or (names and (self.finite(names) is not None or "string" not in self.types(names))):
-            return []
-        if any(keyword in part.schema for part in names for keyword in self.SPLITS):
-            raise refusal("propertyNames", names[0].path, "with alternatives is not supported")
-        text, without = self.text(names), {*declared, *self.excluded(names, "string")}
+    def names_of(self, flat: Parts, wishes: Iterable[Part] = ()) -> list[Parts]:
+        """What the keys must be, as alternatives. wishes: more that must hold for one."""
+        names = [Part(part.schema["propertyNames"], f"{part.path}/propertyNames") for part in flat if "propertyNames" in part.schema]
+        return self.alternatives([*names, *wishes], "propertyNames", flat[0].path)
+
+    def extras(self, name: str, flat: Parts, declared: Iterable[str], wishes: list[tuple[Part, Part]]) -> list[Option]:
+        """Members whose keys nobody declares, by the patterns that match and the wishes that they fulfil."""
         patterns = list(dict.fromkeys(pattern for part in flat for pattern in part.schema.get("patternProperties", ())))
-        if len(patterns) > 6:
-            raise refusal("patternProperties", flat[0].path, "more than 6 patterns may match one key in too many ways")
         found = []
-        for chosen in itertools.product((True, False), repeat=len(patterns)):
-            matched = {pattern for pattern, is_in in zip(patterns, chosen) if is_in}
-            parts, closed = [], self.strict and not matched
-            for schema, path in flat:
-                own = [Part(one, f"{path}/patternProperties/{escape(pattern)}") for pattern, one in schema.get("patternProperties", {}).items()
+        for bits in range(1 << len(wishes)):
+            chosen = [wish for i, wish in enumerate(wishes) if bits >> i & 1]
+            values = [value for _, value in chosen]
+            for names in self.names_of(flat, [keys for keys, _ in chosen]):
+                if self.finite(names) is None and "string" in self.types(names):
+                    text, without = self.text(names), {*declared, *self.excluded(names, "string")}
+                    found.append((self.extra(f"{name}.{len(self.rules)}", flat, text, without, patterns, values), bits))
+        return [(text, bits) for text, bits in found if text != NEVER]
+
+    def extra(self, name: str, flat: Parts, text: Text, without: set[str], patterns: list[str], more: list[Part]) -> Expr:
+        """A member whose key is none of those in `without`; more: what else its value must be."""
+        path = flat[0].path
+
+        def value(matched: set[str]) -> Expr:
+            parts, closed = list(more), self.strict and not matched
+            for schema, place in flat:
+                own = [Part(one, f"{place}/patternProperties/{escape(pattern)}") for pattern, one in schema.get("patternProperties", {}).items()
                        if pattern in matched]
                 if not own and "additionalProperties" in schema:
-                    own, closed = [Part(schema["additionalProperties"], f"{path}/additionalProperties")], False
+                    own, closed = [Part(schema["additionalProperties"], f"{place}/additionalProperties")], False
                 parts += own
-            value = NEVER if closed else self.value(parts)
-            if value != NEVER:
-                sources = [(pattern, True) for pattern in patterns]
-                exprs = [(self.parse(source, "patternProperties", flat[0].path), is_in) for source, is_in in zip(sources, chosen)]
-                keys = text._replace(exprs=text.exprs + exprs, sources=text.sources + sources, keyword="patternProperties" if exprs else text.keyword)
-                found.append(cat([quoted(self.write_text(f"{name}.{len(found)}", keys, without, flat[0].path)), self.layout.colon, value]))
-        return found
+            return NEVER if closed else self.value(parts)
+
+        if not patterns or len(patterns) == 1 and value(set()) == NEVER:
+            last = value(set(patterns))
+            sources = [(pattern, True) for pattern in patterns]
+            exprs = [(self.parse(source, "patternProperties", path), True) for source in sources]
+            if last == NEVER:
+                return NEVER
+            keys = text._replace(exprs=text.exprs + exprs, sources=text.sources + sources, keyword="patternProperties" if exprs else text.keyword)
+            return cat([quoted(self.write_text(name, keys, without, path)), self.layout.colon, last])
+        exprs, others = [self.parse((pattern, True), "patternProperties", path) for pattern in patterns], self.walkers(text, without)
+
+        def end(accepted: list) -> Expr:
+            if not all(accepted[1:]):
+                return NEVER
+            return cat([BYTES[34], self.layout.colon, value({patterns[i] for i in accepted[0]})])
+
+        return cat([BYTES[34], product([Several(exprs, value(set()) == NEVER), *others], self.atoms(exprs, others), f"{name}.key", self.rules,
+                                       lambda why: refusal("patternProperties", path, why), end)])
 
     def object(self, name: str, flat: Parts, kind: str) -> Expr:
-        """An object. A state is (which property is next, how many were written, as far as that matters)."""
-        if self.excluded(flat, "object"):
-            raise refusal("not", flat[0].path, "lists of objects are not supported")
+        """An object."""
+        path = flat[0].path
+        wishes = [(Part(part.schema[HAS][0], part.path), Part(part.schema[HAS][1], part.path)) for part in flat if HAS in part.schema]
+        if len(wishes) > 4:
+            raise refusal("not", path, "of more than 4 kinds of members is not supported")
         keys = dict.fromkeys(key for part in flat for key in part.schema.get("properties", ()))
         required = dict.fromkeys(key for part in flat for key in part.schema.get("required", ()))
-        for part in flat:
-            if (named := self.finite(self.flat([Part(part.schema.get("propertyNames", True), part.path)]) or ())) is not None:
-                keys |= dict.fromkeys(key for key in named if isinstance(key, str))
+        for names in [one for wish in [(), *((keys,) for keys, _ in wishes)] for one in self.names_of(flat, wish)]:
+            keys |= dict.fromkeys(key for key in self.finite(names) or () if isinstance(key, str))
         keys |= required
-        pairs = [(key in required, cat([literal(json.dumps(key, ensure_ascii=False)), self.layout.colon, self.value(self.member(flat, key))]))
-                 for key in keys]
-        extra = alt(self.extras(name, flat, keys))
+        pairs = []
+        for key in keys:
+            parts = self.member(flat, key)
+            fits = sum(1 << i for i, (names, _) in enumerate(wishes) if self.holds(key, names))
+            options = [(self.value([*parts, *(value for i, (_, value) in enumerate(wishes) if bits >> i & 1)]), bits) for bits in subsets(fits)]
+            pairs.append(Pair(json.dumps(key, ensure_ascii=False).encode(), options, key in required))
         low = max(int(part.schema.get("minProperties", 0)) for part in flat)
         high = min((int(part.schema["maxProperties"]) for part in flat if "maxProperties" in part.schema), default=None)
-        if extra != NEVER and low > len(required) + 1:
-            raise refusal("minProperties", flat[0].path, "counts keys that are not declared, which may repeat")
-        low = 0 if low <= len(required) else low
-        cap = max(low, 1) if high is None else max(high, 1)
-        if (cap + 1) * len(pairs) > MAX_PAIRS:
-            raise refusal("minProperties", flat[0].path, f"{len(pairs)} properties counted to {cap} are too many states")
-        states = {count: self.others(extra, count, low, high) for count in range(min(cap, len(pairs)) + 1)}
-        for i in range(len(pairs) - 1, -1, -1):
-            states = self.shared(f"{name}.{i}", states) if i % 8 == 0 or 0 in states and not pairs[i][0] else states
-            before = {}
-            for count in range(min(cap, i) + 1):
-                after, pair = min(count + 1, cap), cat([self.layout.comma if count else EMPTY, pairs[i][1]])
-                if after == count and high is None and not pairs[i][0]:
-                    before[count] = cat([repeat(pair, 0, 1), states[count]])
-                else:
-                    taken = NEVER if high is not None and count >= high else cat([pair, states[after]])
-                    before[count] = taken if pairs[i][0] else alt([taken, states[count]])
-            states = before
-        return cat([literal("{"), self.layout.pad, states[0], literal("}")])
+        extras = self.extras(name, flat, keys, wishes)
+        return self.members(self.writer(name, path), pairs, extras, Count(low, high, (1 << len(wishes)) - 1))
 
-    def shared(self, name: str, states: dict[int, Expr]) -> dict[int, Expr]:
-        """The states as rules, for they are used more than once."""
-        self.rules |= {f"{name}.{count}": expr for count, expr in states.items()}
-        return {count: Ref(f"{name}.{count}") for count in states}
-
-    def others(self, extra: Expr, count: int, low: int, high: int | None) -> Expr:
-        """The end of an object, when so many properties were written."""
-        least, most = max(low - count, 0), None if high is None else high - count
-        if most is not None and most < least:
-            return NEVER
-        if count:
-            return cat([repeat(cat([self.layout.comma, extra]), least, most), self.layout.pad])
-        more = cat([extra, repeat(cat([self.layout.comma, extra]), max(least - 1, 0), most and most - 1), self.layout.pad])
-        return repeat(more, int(least > 0), 0 if most == 0 else 1)
+    def members(self, writer: Writer, pairs: list[Pair], extras: list[Option], count: Count) -> Expr:
+        """An object of these members."""
+        return cat([literal("{"), self.layout.pad, (in_any_order if self.any_order else in_order)(writer, pairs, extras, count), literal("}")])
 
     WRITERS = {"string": string, "integer": number, "fraction": number, "array": array, "object": object,
                "boolean": constant, "null": constant}
@@ -530,15 +660,15 @@ class Compiler:
 
     def check_number(self, value: int | float, flat: Parts) -> bool:
         """A number against bounds and steps."""
-        number, (low, low_open, high, high_open) = decimal(value), self.bounds(flat)
-        steps = [decimal(part.schema["multipleOf"]) for part in flat if "multipleOf" in part.schema]
-        above = low is None or number > low or number == low and not low_open
-        below = high is None or number < high or number == high and not high_open
-        return above and below and all(Fraction(number) % Fraction(step) == 0 for step in steps)
+        number = decimal(value)
+        return self.bounds(flat).holds(number) and all((Fraction(number) % Fraction(decimal(arg)) == 0) == positive
+                                                       for part in flat for arg, positive in self.said(part, "multipleOf"))
 
     def check_string(self, value: str, flat: Parts) -> bool:
         """A string against lengths, patterns and formats."""
-        text = self.text(flat)
+        text = self.text(flat, True)
+        if flat[0].schema.get("format") == "regex" and not is_regex(value):
+            return False
         return text.low <= len(value) and (text.high is None or len(value) <= text.high) and all(
             self.letters.matches(expr, value) == positive for expr, positive in text.exprs)
 
@@ -549,21 +679,50 @@ class Compiler:
         return (schema.get("minItems", 0) <= len(value) <= schema.get("maxItems", len(value))
                 and ("contains" not in schema or schema.get("minContains", 1) <= found <= schema.get("maxContains", found))
                 and ("uniqueItems" not in schema or len(set(map(canonical, value))) == len(value))
+                and (TAIL not in schema or any(self.holds(item, Part(schema[TAIL][1], path)) for item in value[schema[TAIL][0]:]))
                 and all(self.holds(item, part) for i, item in enumerate(value) for part in self.element(flat, i)))
 
     def check_object(self, value: dict, flat: Parts) -> bool:
         """An object against its properties' schemas."""
-        schema = flat[0].schema
+        schema, path = flat[0]
         return (schema.get("minProperties", 0) <= len(value) <= schema.get("maxProperties", len(value))
                 and set(schema.get("required", ())) <= set(value)
+                and (HAS not in schema or any(self.holds(key, Part(schema[HAS][0], path)) and self.holds(item, Part(schema[HAS][1], path))
+                                              for key, item in value.items()))
                 and all(self.holds(item, part) for key, item in value.items() for part in self.member(flat, key)))
 
     CHECKS = {"integer": check_number, "fraction": check_number, "string": check_string, "array": check_array, "object": check_object}
 
 
+def is_regex(text: str) -> bool:
+    """Is it a regular expression?"""
+    try:
+        return re.compile(text) is not None
+    except (re.error, RecursionError, OverflowError):
+        return False
+
+
+def endless(turns: dict[str, tuple[str, list[str]]]) -> str | None:
+    """The path of a rule among those that only refer to others, from which one comes back to it. turns: by rule, its path and the others."""
+    done: set[str] = set()
+    for start in turns:
+        path, todo = set(), [(start, False)]
+        while todo:
+            name, left = todo.pop()
+            if left:
+                path.remove(name)
+                done.add(name)
+            elif name in path:
+                return turns[name][0]
+            elif name not in done:
+                path.add(name)
+                todo += [(name, True), *((one, False) for one in turns.get(name, ("", ()))[1])]
+    return None
+
+
 def productive(rules: dict[str, Expr]) -> bool:
     """Does the rule `root` match anything?"""
-    known: set[str] = set()
+    known = {name for name in rules if name.startswith(("json.", "other"))}  # terminals, and keys that nobody declares
 
     def ends(expr: Expr) -> bool:
         if isinstance(expr, Ref):
@@ -572,7 +731,7 @@ def productive(rules: dict[str, Expr]) -> bool:
             return expr.low == 0 or ends(expr.item)
         return isinstance(expr, Byte) or (all if isinstance(expr, Cat) else any)(map(ends, expr.parts))
 
-    left = list(rules)
+    left = [name for name in rules if name not in known]
     while True:
         waiting = []
         for name in reversed(left):
@@ -584,16 +743,26 @@ def productive(rules: dict[str, Expr]) -> bool:
         left = waiting
 
 
-def json_schema_rules(schema: dict | bool | str, *, whitespace: str = "fixed", strict: bool = False) -> Rules:
+def once(pairs: list[tuple[str, object]]) -> dict:
+    """An object of a schema's text."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        name = Counter(key for key, _ in pairs).most_common(1)[0][0]
+        raise refusal("schema", "", f"the key {name[:60]!r} comes twice in one object")
+    return found
+
+
+@grammar("json_schema")
+def json_schema_rules(schema: dict | bool | str, *, whitespace: str = "fixed", strict: bool = False, any_order: bool = False) -> Rules:
     """Rules for all values that a schema allows, as one of the layouts writes them. strict: objects have no other properties than those declared,
-    unless the schema says so. Raises GrammarError, with the keyword and its JSON pointer."""
+    unless the schema says so. any_order: declared keys come in any order. Raises GrammarError, with the keyword and its JSON pointer."""
     if whitespace not in list(LAYOUTS):
         raise GrammarError(f"unknown whitespace {whitespace!r}; there are {', '.join(LAYOUTS)}", "whitespace")
     try:
         text = schema if isinstance(schema, str) else json.dumps(schema, allow_nan=False)
         if len(text) > MAX_TEXT:
             raise refusal("schema", "", f"more than {MAX_TEXT} characters")
-        root = json.loads(text)
+        root = json.loads(text, object_pairs_hook=once)
     except (ValueError, TypeError, RecursionError) as error:
         if isinstance(error, GrammarError):
             raise
@@ -601,7 +770,9 @@ def json_schema_rules(schema: dict | bool | str, *, whitespace: str = "fixed", s
     if not is_schema(root):
         raise refusal("schema", "", "expected an object, true or false")
     try:
-        return Compiler(root, whitespace, strict).compile()
+        return Compiler(root, whitespace, strict, any_order).compile()
+    except UnicodeEncodeError:
+        raise refusal("schema", "", "half of a surrogate pair is no character") from None
     except RecursionError:
         raise refusal("schema", "", "is nested too deeply") from None
 

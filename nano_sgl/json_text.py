@@ -8,36 +8,40 @@ Strings. `spelled` writes a set of characters. Patterns are read into *letters*:
 set that was named. So one expression serves for writing (`Letters.write`), matching (`Letters.matches`) and for automata.
 
 Products. Several constraints at once are *walkers*: a start, a step, an end. `Derived` walks an expression, or its complement, by partial
-derivatives (Antimirov 1996); `Counted` counts; `Multiple` keeps the rest of a division. `product` runs all of them side by side over *atoms*,
-the classes that no walker tells apart, and makes each state it reaches a right-linear rule.
+derivatives (Antimirov 1996); `Several` walks many and says which match; `Counted` counts; `Multiple` keeps the rest of a division. `product` runs
+all of them side by side over *atoms*, the classes that no walker tells apart, and makes each state it reaches a right-linear rule.
 
 Numbers. Bounds need no product: decimals between two others are alternatives by length and by the first digit that differs.
 
     0.25 < x <= 2     0.(2(50*[1-9]d*|[6-9]d*)|[3-9]d*) | 1(.d+)? | 2(.0+)?
 
-Invariants. Half a surrogate pair is no character, so none is spelled. A number under a bound has no exponent and no minus before zero.
+Invariants. Half a surrogate pair is no character, so none is spelled. A number under a bound has no minus before zero, and where it has an
+exponent, one digit before the point.
 
 Cost. `spelled` takes 20 to 500 microseconds, and is remembered; a product some 10 a state and atom, up to MAX_STATES. Bounds nest as deep as
 they have digits, at most MAX_DIGITS.
 
-Where it stops. Host names are held to 3 labels of 63 characters or 7 of 35; a leap second to offsets of whole hours. Sources: RFC 8259, 3339,
-3986, 4291, 5321, 6901, 9562; ISO 8601 durations as RFC 3339's appendix has them.
+Where it stops. Host names are held to 3 labels of 63 characters or 7 of 35; a leap second to offsets of whole hours; regular expressions to what
+ECMA 262 and Python share, without names, references and lookbehind. Sources: RFC 8259, 3339, 3986, 3987, 4291, 5321, 6570, 6901, 9562; ISO 8601
+durations as RFC 3339's appendix has them.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, Iterator
 from decimal import Decimal
-from functools import lru_cache
 from typing import NamedTuple
 
 from . import regex
-from .rules import (ALL, BYTES, EMPTY, LAST_CHAR, NEVER, SURROGATES, Byte, Cat, Expr, GrammarError, Ranges, Ref, Repeat, alt, cat, chars,
+from .rules import (ALL, BYTES, EMPTY, LAST_CHAR, NEVER, SURROGATES, Byte, Cat, Expr, GrammarError, Or, Ranges, Ref, Repeat, alt, cat, chars,
                     clip, complement, literal, repeat, show, tick, union)
 
 MAX_STATES = 3000  # of one product
 MAX_DIGITS = 60    # of a bound
+MAX_POWER = 300    # of ten, where a number is bounded: what doubles hold with all their digits
 
 
 # -- characters of a string --
@@ -61,7 +65,7 @@ def hexes(ranges: Ranges, digits: int) -> Expr:
 SHORT = {'"': '"', "\\": "\\", "/": "/", "\b": "b", "\f": "f", "\n": "n", "\r": "r", "\t": "t"}
 
 
-@lru_cache(maxsize=4096)
+@functools.lru_cache(maxsize=4096)
 def spelled(ranges: Ranges, plain: bool = False) -> Expr:
     """One character out of the ranges as a JSON string may spell it: raw, by a short escape, by one \\uHHHH or by two. plain: what ASCII can print is
     not written as \\uHHHH."""
@@ -94,6 +98,8 @@ class Letters:
         self.sets: list[Ranges] = []
         self.index: dict[Ranges, int] = {}
         self.known: dict[tuple[str, bool], Expr] = {}
+        self.walkers: dict[Expr, Derived] = {}
+        self.held: dict[str, tuple[int, int]] = {}  # by character: the sets that it is in, and how many sets were asked
         self.any = self.of(ALL)
 
     def of(self, ranges: Ranges) -> Expr:
@@ -147,12 +153,16 @@ class Letters:
 
     def matches(self, expr: Expr, text: str) -> bool:
         """Does the expression match the text?"""
-        held, walker = {}, Derived(expr)
+        if expr not in self.walkers:
+            self.walkers[expr] = Derived(expr)
+        walker = self.walkers[expr]
         state = walker.start
         for char in text:
-            if char not in held:
-                held[char] = sum(1 << i for i, ranges in enumerate(self.sets) if clip(ranges, ord(char), ord(char)))
-            state = walker.step(state, held[char])
+            bits, count = self.held.get(char, (0, 0))
+            if count < len(self.sets):
+                bits |= sum(1 << i for i in range(count, len(self.sets)) if any(first <= ord(char) <= last for first, last in self.sets[i]))
+                self.held[char] = bits, len(self.sets)
+            state = walker.step(state, bits)
             if state is None:
                 return False
         return walker.accepts(state)
@@ -197,7 +207,7 @@ def span(expr: Expr) -> tuple[int, int | None]:
 
 # -- products of automata --
 
-@lru_cache(maxsize=1 << 16)
+@functools.lru_cache(maxsize=1 << 16)
 def nullable(expr: Expr) -> bool:
     """Does it match the empty text?"""
     if isinstance(expr, Repeat):
@@ -205,7 +215,7 @@ def nullable(expr: Expr) -> bool:
     return not isinstance(expr, Byte) and (all if isinstance(expr, Cat) else any)(nullable(part) for part in expr.parts)
 
 
-@lru_cache(maxsize=1 << 16)
+@functools.lru_cache(maxsize=1 << 16)
 def forms(expr: Expr) -> tuple[tuple[int, Expr], ...]:
     """Its linear form: (letters that may come first, what is left then)."""
     if isinstance(expr, Byte):
@@ -223,20 +233,76 @@ def forms(expr: Expr) -> tuple[tuple[int, Expr], ...]:
     return tuple(found)
 
 
+class Residues:
+    """What is left of expressions behind letters, by number: a tree is hashed once, and not at every step."""
+
+    def __init__(self):
+        self.numbers: dict[Expr, int] = {}
+        self.exprs: list[Expr] = []
+        self.known: dict[int, list[tuple[int, int]]] = {}
+
+    def number(self, expr: Expr) -> int:
+        """The number of an expression."""
+        found = self.numbers.setdefault(expr, len(self.exprs))
+        if found == len(self.exprs):
+            self.exprs.append(expr)
+        return found
+
+    def forms(self, number: int) -> list[tuple[int, int]]:
+        """Its linear form."""
+        if number not in self.known:
+            self.known[number] = [(mask, self.number(rest)) for mask, rest in forms(self.exprs[number])]
+        return self.known[number]
+
+    def letters(self, numbers: Iterable[int]) -> int:
+        """The letters with which some of them may begin."""
+        return functools.reduce(int.__or__, (mask for number in numbers for mask, _ in self.forms(number)), 0)
+
+    def ends(self, number: int) -> bool:
+        """Does it match the empty text?"""
+        return nullable(self.exprs[number])
+
+
 class Derived:
     """Matches an expression, or all that it does not match."""
 
     def __init__(self, expr: Expr, positive: bool = True):
-        self.start, self.positive = frozenset([expr]), positive
+        self.expr, self.positive, self.left = expr, positive, Residues()
+        self.start = frozenset([self.left.number(expr)])
+
+    def looks_at(self, state: frozenset) -> int:
+        """The letters that make a difference."""
+        return self.left.letters(state)
 
     def step(self, state: frozenset, bits: int) -> frozenset | None:
         """The state after a letter; None: nothing can follow."""
-        after = frozenset(rest for expr in state for mask, rest in forms(expr) if mask & bits)
+        after = frozenset([rest for number in state for mask, rest in self.left.forms(number) if mask & bits])
         return after if after or not self.positive else None
 
     def accepts(self, state: frozenset) -> bool:
         """May the text end here?"""
-        return any(nullable(expr) for expr in state) == self.positive
+        return any(map(self.left.ends, state)) == self.positive
+
+
+class Several:
+    """Matches several expressions at once. What it accepts is which of them match; one: it ends where none can any more."""
+
+    def __init__(self, exprs: list[Expr], one: bool):
+        self.left, self.one = Residues(), one
+        self.start = frozenset((i, self.left.number(expr)) for i, expr in enumerate(exprs))
+
+    def looks_at(self, state: frozenset) -> int:
+        """The letters that make a difference."""
+        return self.left.letters(number for _, number in state)
+
+    def step(self, state: frozenset, bits: int) -> frozenset | None:
+        """The state after a letter; None: nothing can follow."""
+        after = frozenset([(i, rest) for i, number in state for mask, rest in self.left.forms(number) if mask & bits])
+        return after if after or not self.one else None
+
+    def accepts(self, state: frozenset) -> frozenset[int]:
+        """Which of them the text matches, if it ends here."""
+        return frozenset(i for i, number in state if self.left.ends(number))
 
 
 class Counted:
@@ -245,6 +311,10 @@ class Counted:
 
     def __init__(self, low: int, high: int | None):
         self.low, self.high = low, high
+
+    def looks_at(self, state: int) -> int:
+        """The letters that make a difference."""
+        return 0
 
     def step(self, state: int, bits: int) -> int | None:
         """The state after a letter."""
@@ -256,37 +326,51 @@ class Counted:
 
 
 class Multiple:
-    """Decimals that are a multiple of step / 10**places. A state is the rest, and how many places behind the point were read (None: no point yet)."""
+    """Decimals that are a multiple of step / 10**places, or all that are not. A state is the rest, and how many places behind the point were read
+    (None: no point yet); (-1, 0): it can be none any more."""
     start = (0, None)
 
-    def __init__(self, step: int, places: int):
-        self.divisor, self.places = step, places
+    def __init__(self, step: int, places: int, positive: bool = True):
+        self.divisor, self.places, self.positive = step, places, positive
+        self.period = step // math.gcd(step, 10)    # rests that differ by it are alike, but 0
+
+    def looks_at(self, state: tuple) -> int:
+        """The bytes that make a difference."""
+        return -1
 
     def step(self, state: tuple, bits: int) -> tuple | None:
         """The state after a byte."""
         (rest, place), char = state, chr(bits.bit_length() - 1)
-        if char == "-":
+        if char == "-" or rest < 0:
             return state
         if char == ".":
             return rest, 0
         if place is not None and place >= self.places:
-            return state if char == "0" else None
-        return (rest * 10 + int(char)) % self.divisor, None if place is None else place + 1
+            return state if char == "0" else None if self.positive else (-1, 0)
+        rest = (rest * 10 + int(char)) % self.divisor
+        if rest and not self.places:
+            rest = rest % self.period or self.period
+        return rest, None if place is None else place + 1
 
     def accepts(self, state: tuple) -> bool:
         """May the number end here?"""
-        return state[0] * 10 ** (self.places - (state[1] or 0)) % self.divisor == 0
+        return (state[0] >= 0 and state[0] * 10 ** (self.places - (state[1] or 0)) % self.divisor == 0) == self.positive
 
 
-def product(walkers: list, atoms: list[tuple[int, Expr]], name: str, rules: dict[str, Expr], refuse: Callable[[str], GrammarError]) -> Expr:
-    """What all walkers accept, as rules whose names begin with `name`."""
+def product(walkers: list, atoms: list[tuple[int, Expr]], name: str, rules: dict[str, Expr], refuse: Callable[[str], GrammarError],
+            end: Callable[[list], Expr] = lambda accepted: EMPTY if all(accepted) else NEVER) -> Expr:
+    """What all walkers accept, as rules whose names begin with `name`. end: what stands behind a text, by what each says of it."""
     names = {tuple(walker.start for walker in walkers): f"{name}.0"}
     todo = list(names)
     while todo:
         states = todo.pop()
         steps: dict[tuple, list[Expr]] = {}
+        seen = functools.reduce(int.__or__, (walker.looks_at(state) for walker, state in zip(walkers, states)))
+        known: dict[int, tuple] = {}
         for bits, expr in atoms:
-            after = tuple(walker.step(state, bits) for walker, state in zip(walkers, states))
+            if bits & seen not in known:
+                known[bits & seen] = tuple(walker.step(state, bits) for walker, state in zip(walkers, states))
+            after = known[bits & seen]
             if None not in after:
                 steps.setdefault(after, []).append(expr)
         for after in steps:
@@ -295,32 +379,49 @@ def product(walkers: list, atoms: list[tuple[int, Expr]], name: str, rules: dict
                     raise refuse(f"together with what else must hold takes more than {MAX_STATES} states")
                 names[after] = f"{name}.{len(names)}"
                 todo.append(after)
-        ends = [EMPTY] if all(walker.accepts(state) for walker, state in zip(walkers, states)) else []
-        rules[names[states]] = alt(ends + [cat([alt(exprs), Ref(names[after])]) for after, exprs in steps.items()])
+        last = end([walker.accepts(state) for walker, state in zip(walkers, states)])
+        rules[names[states]] = alt([last, *(cat([alt(exprs), Ref(names[after])]) for after, exprs in steps.items())])
         tick()
     return Ref(f"{name}.0")
 
 
+# What a string spells in one way where it is plain: what ASCII can print, but not / " \\
+SIMPLE = Byte(sum(1 << b for b in range(32, 127) if chr(b) not in '/"\\'))
+OTHERS = complement(union((b, b) for b in range(128) if SIMPLE.mask >> b & 1))
+
+
+def is_simple(char: str) -> bool:
+    """Is it spelled in one way?"""
+    return char < "\x80" and bool(SIMPLE.mask >> ord(char) & 1)
+
+
 def avoid(words: set[str], name: str, rules: dict[str, Expr], spell: Callable[..., Expr]) -> Expr:
-    """All strings but the words; plain ones, for the many sets of all characters but a few are then much alike."""
-    rest = repeat(spell(ALL, True), 0, None)
+    """All strings but the words; plain ones, for then what is not simple is alike everywhere."""
+    rest, special = Ref("json.rest"), Ref("json.special")
+    rules[rest.name] = repeat(alt([SIMPLE, spell(OTHERS, True)]), 0, None)
+    rules[special.name] = cat([spell(OTHERS, True), rest])
+
+    def other(heads: list[str]) -> list[Expr]:
+        if all(map(is_simple, heads)):
+            return [special, Cat((Byte(SIMPLE.mask & ~sum(1 << ord(head) for head in heads)), rest))]
+        return [cat([spell(complement(union((ord(head), ord(head)) for head in heads)), True), rest])]
 
     def below(some: list[str], depth: int) -> Expr:
-        longer = [word for word in some if len(word) > depth]
-        heads = {head: list(group) for head, group in itertools.groupby(longer, lambda word: word[depth])}
-        parts = [EMPTY] if len(some[0]) > depth else []
-        parts.append(cat([spell(complement(union((ord(head), ord(head)) for head in heads)), True), rest]))
-        for head, group in heads.items():
-            tail = below(group, depth + 1) if depth % 8 != 7 else Ref(f"{name}.{group[0][:depth + 1]}")
-            if isinstance(tail, Ref):
-                todo.append((tail.name, group, depth + 1))
-            parts.append(cat([spell(((ord(head), ord(head)),), True), tail]))
-        return alt(parts)
+        if depth % 16 == 0 and depth:
+            todo.append((f"{name}.{some[0][:depth]}", some, depth))
+            return Ref(todo[-1][0])
+        return made(some, depth)
+
+    def made(some: list[str], depth: int) -> Expr:
+        heads = {head: list(group) for head, group in itertools.groupby(some[len(some[0]) == depth:], lambda word: word[depth])}
+        parts = [Cat((BYTES[ord(head)] if is_simple(head) else spell(((ord(head), ord(head)),), True), below(group, depth + 1)))
+                 for head, group in heads.items()]
+        return Or((*([EMPTY] if len(some[0]) > depth else []), *other(list(heads)), *parts))
 
     todo = [(f"{name}.", sorted(words), 0)]
     while todo:
         key, group, depth = todo.pop()
-        rules[key] = below(group, depth)
+        rules[key] = made(group, depth)
         tick()
     return Ref(f"{name}.")
 
@@ -410,16 +511,39 @@ class Bounds(NamedTuple):
     high: Decimal | None
     high_open: bool
 
-    def write(self, integers: bool) -> Expr:
-        """All such numbers; below zero they mirror those above."""
-        zero, made = Decimal(0), []
+    def sides(self) -> Iterator[tuple[bool, Decimal, bool, Decimal | None, bool]]:
+        """What is above zero, and what is below, mirrored: (with a minus?, bounds from 0)."""
         for minus, low, low_open, high, high_open in ((False, *self), (True, self.high and -self.high, self.high_open,
                                                                       self.low and -self.low, self.low_open)):
             if high is not None and high < 0:
                 continue
             if low is None or low < 0:
-                low, low_open = zero, False
-            low_open = low_open or (minus and low == 0)
+                low, low_open = Decimal(0), False
+            yield minus, low, low_open or (minus and low == 0), high, high_open
+
+    def within(self, low: Decimal, high: Decimal) -> Bounds:
+        """What of it lies between two others, both left out."""
+        return Bounds(*max((self.low, self.low_open), (low, True), key=lambda end: (end[0] is not None, end[0] or 0, end[1])),
+                      *max((self.high, self.high_open), (high, True), key=lambda end: (end[0] is not None, -(end[0] or 0), end[1])))
+
+    def without(self, values: Iterable[Decimal]) -> list[Bounds]:
+        """What is left without some values."""
+        ends = [(value, True) for value in sorted(set(values)) if self.holds(value)]
+        return [Bounds(*low, *high) for low, high in zip([(self.low, self.low_open), *ends], [*ends, (self.high, self.high_open)])]
+
+    def holds(self, value: Decimal) -> bool:
+        """Is the value one of them?"""
+        above = self.low is None or value > self.low or value == self.low and not self.low_open
+        return above and (self.high is None or value < self.high or value == self.high and not self.high_open)
+
+    def empty(self) -> bool:
+        """Is there no such number?"""
+        return None not in (self.low, self.high) and (self.low > self.high or self.low == self.high and (self.low_open or self.high_open))
+
+    def write(self, integers: bool) -> Expr:
+        """All such numbers, without exponents."""
+        made = []
+        for minus, low, low_open, high, high_open in self.sides():
             if integers:
                 first = int(low) + (low != int(low) or low_open)
                 last = None if high is None else int(high) - (high == int(high) and high_open)
@@ -429,9 +553,35 @@ class Bounds(NamedTuple):
         return alt(made)
 
 
-def decimals_of(value: Decimal) -> Expr:
-    """All spellings of a number without exponent."""
-    return Bounds(value, False, value, False).write(False)
+def powers(low: int, high: int) -> Expr:
+    """e and an exponent between two others, with any sign and zeros that JSON allows."""
+    zeros, letter = repeat(BYTES[48], 0, None), Byte(1 << 69 | 1 << 101)
+    signs = [(repeat(BYTES[43], 0, 1), low, high), (BYTES[45], -high, -low)]
+    return alt(cat([letter, sign, zeros, whole(max(first, 0), last)]) for sign, first, last in signs if last >= 0)
+
+
+def scientific(bounds: Bounds) -> Expr:
+    """Numbers between bounds as one digit that is not 0, perhaps more behind a point, and an exponent: the exponent decides, and where it is a
+    bound's, the digits. Exponents are those of doubles."""
+    made = []
+    for minus, low, low_open, high, high_open in bounds.sides():
+        if high is not None and (high <= 0 or high < low):
+            continue
+        least, most = -MAX_POWER if not low else low.adjusted(), MAX_POWER if high is None else high.adjusted()
+        ends = {power for power, bound in ((least, low), (most, high)) if bound}
+        for power in sorted(ends):
+            digits = decimals(low.scaleb(-power) if low and power == least else Decimal(1), low_open and bool(low) and power == least,
+                              high.scaleb(-power) if high and power == most else Decimal(10), high_open if high and power == most else True)
+            made.append(cat([literal("-" * minus), digits, powers(power, power)]))
+        first, last = least + (least in ends), most - (most in ends)
+        if first <= last:
+            digits = cat([digit_range(1, 9), repeat(cat([BYTES[46], DIGIT, DIGITS]), 0, 1)])
+            made.append(cat([literal("-" * minus), digits, powers(first, last)]))
+    return alt(made)
+
+
+ANY = Bounds(None, False, None, False)
+WHOLE = cat([ANY.write(True), repeat(cat([BYTES[46], repeat(BYTES[48], 1, None)]), 0, 1)])  # integers, also with a point
 
 
 # -- formats --
@@ -461,18 +611,56 @@ POINTER = "(?:/(?:[^~/]|~[01])*)*"
 ATEXT = r"[A-Za-z0-9!#$%&'*+/=?^_`{|}~\-]+"
 PERIODS = r"(?:[0-9]+%s(?:[0-9]+%s(?:[0-9]+%s)?)?|[0-9]+%s(?:[0-9]+%s)?|[0-9]+%s)"
 DURATION = rf"P(?:{PERIODS % tuple('YMDMDD')}(?:T{PERIODS % tuple('HMSMSS')})?|T{PERIODS % tuple('HMSMSS')}|[0-9]+W)"
+REFERENCE = rf"(?:{URI}|{HIER.replace('ROOTLESS', f'(?:[{UNRESERVED}{DELIMS}@]|{PCT})+')}{TAIL})"
+WIDE = r"\u00A0-\uD7FF\uF900-\uFDCF\uFDF0-\uFFEF" + "".join(rf"\U000{n:X}0000-\U000{n:X}FFFD" for n in range(1, 15))  # of an IRI
+VARNAME = rf"(?:[A-Za-z0-9_]|{PCT})(?:\.?(?:[A-Za-z0-9_]|{PCT}))*(?:\*|:[1-9][0-9]{{0,3}})?"
 FORMATS = {
     "date": DAY, "time": TIME, "date-time": rf"{DAY}[tT]{TIME}", "duration": DURATION, "ipv4": IPV4, "ipv6": IPV6, "hostname": HOST,
     "uuid": "[0-9A-Fa-f]{8}-[0-9A-Fa-f]{4}-[0-9A-Fa-f]{4}-[0-9A-Fa-f]{4}-[0-9A-Fa-f]{12}", "uri": URI,
-    "uri-reference": rf"(?:{URI}|{HIER.replace('ROOTLESS', f'(?:[{UNRESERVED}{DELIMS}@]|{PCT})+')}{TAIL})",
+    "uri-reference": REFERENCE, "iri": URI.replace(UNRESERVED, UNRESERVED + WIDE), "iri-reference": REFERENCE.replace(UNRESERVED, UNRESERVED + WIDE),
+    "uri-template": rf"(?:[!#$&(-;=?-\[\]_a-z~{WIDE}]|{PCT}|\{{[+#./;?&=,!@|]?{VARNAME}(?:,{VARNAME})*\}})*",
     "email": rf'(?:{ATEXT}(?:\.{ATEXT})*|"(?:[ !#-\[\]-~]|\\[ -~])*")@(?:{HOST}|\[(?:{IPV4}|IPv6:{IPV6})\])',
     "json-pointer": POINTER, "relative-json-pointer": rf"(?:0|[1-9][0-9]*)(?:#|{POINTER})",
 }
 
 
-@lru_cache(maxsize=256)
+@functools.lru_cache(maxsize=1)
+def regex_rules() -> dict[str, Expr]:
+    """Regular expressions that ECMA 262 and Python read alike: rule json.regex, as a string's content. No names, references or lookbehind; ranges
+    of a class are within ASCII, and counts have one digit, two, or three."""
+
+    def one(text: str) -> Expr:
+        return cat(spelled(((ord(char), ord(char)),)) for char in text)
+
+    def any_of(text: str) -> Expr:
+        return spelled(union((ord(char), ord(char)) for char in text))
+
+    hexes = spelled(union([(48, 57), (65, 70), (97, 102)]))
+    digits = [spelled(((48 + n, 57),)) for n in range(10)]
+    escaped = cat([one("\\"), alt([any_of("dDwWsSfnrtv0^$\\.*+?()[]{}|/"), cat([one("x"), hexes, hexes]), cat([one("u"), repeat(hexes, 4, 4)])])])
+    plain = spelled(complement(union((ord(char), ord(char)) for char in "^$\\.*+?()[]{}|")))
+    inside = "".join(chr(b) for b in range(32, 127) if chr(b) not in "^-[]\\")
+    ranges = alt([cat([one(low), one("-"), any_of("".join(high for high in inside if high >= low))]) for low in inside])
+    member = alt([spelled(complement(union((ord(char), ord(char)) for char in "^-[]\\"))), ranges, escaped, one("\\-")])
+    two, less = cat([digits[1], digits[0]]), cat([digits[0], repeat(digits[0], 0, 1)])
+    counts = [cat([one(str(n)), one(","), alt([digits[n], two, cat([digits[1], digits[0], digits[0]])])])
+              for n in range(10)]
+    counts += [cat([one(f"{tens}{units},{tens}"), digits[units]])
+               for tens in range(1, 10) for units in range(10)]
+    counts += [cat([one(str(tens)), digits[0], one(","), digits[tens + 1], digits[0]]) for tens in range(1, 9)]
+    counts += [cat([less, repeat(one(","), 0, 1)]), cat([two, one(","), digits[1], digits[0], digits[0]])]
+    quantifier = cat([alt([any_of("*+?"), cat([one("{"), alt(counts), one("}")])]), repeat(one("?"), 0, 1)])
+    group = cat([one("("), repeat(one("?:"), 0, 1), Ref("json.regex"), one(")")])
+    atom = alt([plain, one("."), escaped, cat([one("["), repeat(one("^"), 0, 1), repeat(member, 1, None), one("]")]), group])
+    ahead = cat([one("(?"), any_of("=!"), Ref("json.regex"), one(")")])
+    assertion = alt([any_of("^$"), cat([one("\\"), any_of("bB")]), ahead])
+    terms = repeat(alt([assertion, cat([atom, repeat(quantifier, 0, 1)])]), 0, None)
+    return {"json.regex": cat([terms, repeat(cat([one("|"), terms]), 0, None)])}
+
+
+@functools.lru_cache(maxsize=256)
 def single(text: str, search: bool) -> Expr:
-    """A pattern that is the only constraint of a string."""
+    """The content of a string for which a pattern is the only constraint."""
     letters = Letters()
     return letters.write(letters.pattern(text, search))
 

@@ -1,18 +1,27 @@
-"""bench/serve.py and bench/workloads.py: shapes, the ideal cache, what the client reads, and one small run from end to end."""
+"""bench/serve.py and bench/workloads.py: shapes, the ideal cache, what the client reads, and one small run from end to end. bench/grammar.py and
+bench/constrained.py: schemas, forced bytes, requests, and small runs."""
 
 import asyncio
 import contextlib
 import itertools
 import json
+import pickle
 import random
 import sys
 from pathlib import Path
 
 import engines
+import jsonschema
 import pytest
 
+from nano_sgl.grammar import compile as compile_grammar
+from nano_sgl.vocab import Vocab
+
 sys.path.insert(0, str(Path(__file__).parent.parent / "bench"))
+import constrained  # noqa: E402
 import cpu  # noqa: E402
+import grammar  # noqa: E402
+import schemas  # noqa: E402
 import serve  # noqa: E402
 import workloads  # noqa: E402
 
@@ -141,11 +150,11 @@ def test_from_end_to_end(tmp_path, capsys, monkeypatch):
                        "--ours-args=--log-level error", "--peer", "pages", peer, "--peer", "broken", broken])
     printed = capsys.readouterr().out
     rows = {tuple(cells[:2]): cells for cells in ([c.strip() for c in line.split("|")[1:-1]] for line in printed.splitlines() if line[:1] == "|")}
-    assert code == 1 and "broken: did not start; its exit code is 1" in printed and "no such model" in printed and "response_format" in printed
+    assert code == 1 and "broken: did not start; its exit code is 1" in printed and "no such model" in printed
     assert set(rows) >= set(itertools.product("aegs", ["nano_sgl", "pages", "broken"])), printed
-    assert all(rows[w, e][8] == "0" and float(rows[w, e][10]) < 1 for w in "aes" for e in ("nano_sgl", "pages")), printed
-    assert rows["g", "nano_sgl"][8] == "12" and rows["g", "pages"][9:] == ["-", "-", "-"] and rows["a", "broken"][8:] == ["1", "-", "-", "-"], printed
-    assert [rows[w, "pages"][11] for w in "aes"] == ["4/4", "-", "1/1"] and "(" in rows["a", "pages"][9], printed
+    assert all(rows[w, e][8] == "0" and float(rows[w, e][10]) < 1 for w in "aegs" for e in ("nano_sgl", "pages")), printed
+    assert rows["a", "broken"][8:] == ["1", "-", "-", "-"], printed
+    assert [rows[w, "pages"][11] for w in "aegs"] == ["4/4", "-", "12/12", "1/1"] and "(" in rows["a", "pages"][9], printed
     results = {(r["engine"], r["workload"]): r for r in map(json.loads, out.read_text().splitlines())}
     assert len(results) == 12 and results["nano_sgl", "a"]["output_tokens"] == 4 * 32 and results["nano_sgl", "e"]["output_tokens"] == 8 * 64
     assert results["pages", "a"]["floor_s"] == results["nano_sgl", "a"]["floor_s"] > 0
@@ -153,3 +162,64 @@ def test_from_end_to_end(tmp_path, capsys, monkeypatch):
     ideal = serve.Bench(serve.arguments(["--model", str(path)]))
     answers = [serve.Answer(r.prompt, output_tokens=3) for r in workloads.build("s", 3, 0.01)]
     assert ideal.work(answers, 1)[0] == results["nano_sgl", "s"]["prompt_tokens"] and ideal.work(answers, 1)[2] == 2
+
+
+def test_schemas_allow_their_values():
+    checker = jsonschema.FormatChecker(["date", "email", "uuid"])
+    assert len({name for name, _, _ in schemas.SCHEMAS}) == len(schemas.SCHEMAS) >= 40
+    for name, schema, values in schemas.SCHEMAS:
+        jsonschema.Draft202012Validator.check_schema(schema)
+        assert values and all(jsonschema.Draft202012Validator(schema, format_checker=checker).is_valid(value) for value in values), name
+
+
+def test_forced_bytes_of_a_schema_and_tokens_inside_of_them():
+    vocab = Vocab([bytes([i]) for i in range(256)] + [None], [256])
+    machine = compile_grammar("json_schema", {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"],
+                                              "additionalProperties": False}, vocab)
+    forced = grammar.forced_of(machine, b'{"a": true}')
+    assert forced == [True] * 6 + [False] + [True] * 4 and grammar.forced_of(machine, b'{"b": true}') is None
+    total = [0] * 5
+    grammar._add(total, [b'{"', b'a": ', b"tr", b"ue}"], forced)
+    assert total == [4, 3, 11, 10, 1]
+
+
+def test_requests_for_schemas_are_drawn_by_seed():
+    cases = [{"accept": ["x"] * (i % 3 + 1), "grammar": i} for i in range(50)]
+    chosen, order = grammar.requests(cases, range(5, 45), 7)
+    assert (chosen, order) == grammar.requests(cases, range(5, 45), 7) != grammar.requests(cases, range(5, 45), 8)
+    assert len(chosen) == grammar.SCHEMAS_DRAWN and len(order) == grammar.REQUESTS and all(5 <= case["grammar"] < 45 for case in chosen)
+    assert all(text < len(chosen[case]["accept"]) for case, text in order)
+
+
+def test_grammars_from_end_to_end(tmp_path, capsys, monkeypatch):
+    """Ours alone: rows, requests and layouts of a few schemas and of a regex; a case that is refused, and one that is spaced in another way."""
+    monkeypatch.setattr(grammar, "SCHEMAS", [*schemas.SCHEMAS[:2], ("none", {"type": "string", "minLength": 2, "maxLength": 1}, ["x"])])
+    monkeypatch.setattr(grammar, "OWN", grammar.OWN[:1])
+    monkeypatch.setattr(grammar, "REQUESTS", 5)
+    elsewhere, asked = grammar.ask, []
+
+    def ask(python, name, about):  # the first in a process of its own
+        asked.append(about)
+        return elsewhere(python, name, about) if len(asked) == 1 else grammar.answer(name, pickle.loads(pickle.dumps(about)))
+
+    monkeypatch.setattr(grammar, "ask", ask)
+    grammar.main(["--tokenizer", str(engines.tiny_path(tmp_path / "tiny")), "--draws", "1", "--cases", ""])
+    printed = capsys.readouterr().out
+    lines = [line.split() for line in printed.splitlines()]
+    assert [line[:3] for line in lines if line[:1] == ["ours"]] == [["ours", "json", "2/3"], ["ours", "regex", "1/1"]], printed
+    assert [line[1] for line in lines if line[:1] == ["layout"]] == ["fixed", "compact", "flexible"] and "5 requests, 2 of 2 schemas: ours" in printed
+    spaced = {"kind": "json", "grammar": "{}", "accept": ["[1, 2]", "[1,2]"], "reject": []}
+    assert [grammar.laid_out(spaced, layout)["accept"] for layout in ("fixed", "compact", "flexible")] == [["[1, 2]"], ["[1,2]"], spaced["accept"]]
+    with pytest.raises(SystemExit):
+        grammar.main(["--kinds", "json,yaml"])
+
+
+def test_constrained_from_end_to_end(tmp_path, capsys):
+    path = engines.tiny_path(tmp_path / "tiny", max_position_embeddings=1024)
+    constrained.main(["--model", str(path), "--dtype", "float32", "--batch", "2", "--tokens", "6", "--repeats", "1"])
+    printed = capsys.readouterr().out
+    rows = [line.split("|")[1].strip() for line in printed.splitlines() if line.startswith("| ")]
+    assert rows == ["grammar", *constrained.EQUAL, "json", "one grammar", "own grammars"], printed
+    assert "of 4 texts are the free ones" in printed and "one grammar beside own grammars" in printed
+    with pytest.raises(SystemExit):
+        constrained.main(["--grammars", "schema,poem"])

@@ -65,6 +65,10 @@ TABLE = [  # schema, accepted, refused
      ['"P"', '"PT"', '"P1YT"', '"P1D2H"', '"4DT"', '"P2S"']),
     ({"type": "string", "format": "json-pointer"}, ['""', '"/a/b~1c~0"'], ['"a"', '"/a~"', '"/~2"']),
     ({"type": "string", "format": "relative-json-pointer"}, ['"1"', '"0/a"', '"2#"'], ['"/a"', '"01"', '"-1"']),
+    ({"type": "string", "format": "iri"}, ['"http://ƒøø.ßår/?∂éœ=πîx#πîüx"', '"http://a.b/"'], ['"/abc"', '"http://a b/"']),
+    ({"type": "string", "format": "uri-template"}, ['"http://a/{term:1}/{term}"', '"d/{?x,y*}"'], ['"http://a/{term:1}/{term"']),
+    ({"type": "string", "format": "regex"},
+     ['"([abc])+\\\\s+$"', '"a{2,3}?|[^x-z]*"', '"(?:\\\\d{1,10})"', '""'], ['"^(abc]"', '"a**"', '"[z-a]"', '"("']),
     ({"type": "string", "format": "no such format"}, ['"x"'], ["1"]),
     ({"type": "string", "format": "date", "pattern": "^2", "not": {"const": "2000-01-01"}}, ['"2000-01-02"'], ['"2000-01-01"', '"1999-01-01"']),
     # numbers
@@ -73,7 +77,9 @@ TABLE = [  # schema, accepted, refused
     ({"type": "integer", "minimum": -2}, ["-2", "0", "7", "1234"], ["-3", "-20"]),
     ({"type": "integer", "maximum": -10}, ["-10", "-99", "-12345"], ["-9", "0", "10"]),
     ({"type": "number", "minimum": 0.5, "maximum": 2.25}, ["0.5", "1", "1.999", "2.2500", "2"], ["0.49", "2.26", "3", "2.2500001", "0"]),
-    ({"type": "number", "exclusiveMinimum": 0}, ["0.001", "12", "0.10"], ["0", "0.0", "-1", "0.000"]),
+    ({"type": "number", "exclusiveMinimum": 0}, ["0.001", "12", "0.10", "1e-05", "2.5E+3"], ["0", "0.0", "-1", "0.000", "-1e-05", "0e5"]),
+    ({"type": "number", "minimum": -0.02, "maximum": 150},
+     ["1e-7", "-2e-2", "-1.99e-02", "1.5e2", "9e1"], ["-2.01e-2", "-1e-1", "1.51e2", "1e3", "-1e0"]),
     ({"type": "number", "exclusiveMaximum": 1, "minimum": -1.5}, ["-1.5", "-0.3", "0", "0.99"], ["1", "1.0", "-1.51", "-2"]),
     ({"exclusiveMinimum": 1.1}, ["1.2", '"x"', "[]"], ["1.1", "0.6", "1.10"]),
     ({"minimum": 3, "exclusiveMinimum": True, "type": "integer"}, ["4"], ["3"]),
@@ -106,6 +112,18 @@ TABLE = [  # schema, accepted, refused
     ({"type": "object", "properties": {"a": {}, "b": {}}, "dependentSchemas": {"a": {"properties": {"b": {"type": "null"}}}}},
      ['{"b": 1}', '{"a": 1, "b": null}'], ['{"a": 1, "b": 1}']),
     ({"properties": {"x": {"$ref": "#"}}, "unevaluatedProperties": False}, ["{}", '{"x": {"x": {}}}'], ['{"y": 1}', '{"x": {"y": 1}}']),
+    ({"type": "object", "minProperties": 2, "properties": {"a": {}}},
+     ['{"a": 1, "x": 2}', '{"x": 1, "y": 2, "z": 3}'], ["{}", '{"a": 1}', '{"x": 1}']),
+    ({**OBJECT, "patternProperties": {f"^x{i}_": {"const": i} for i in range(12)}, "properties": {"x1_a": {"type": "integer"}, "b": True}},
+     ['{"x1_a": 1, "b": 2, "x11_": 11}', '{"x3_": 3, "x0_": 0}'], ['{"x1_a": 2}', '{"x3_": 4}', '{"c": 1}', '{"x12_": 12}']),
+    ({"type": "object", "propertyNames": {"anyOf": [{"const": "id"}, {"pattern": "^x-"}]}}, ['{"id": 1, "x-1": 2}', "{}"], ['{"y": 1}', '{"x": 1}']),
+    ({"allOf": [{"properties": {"a": {"type": "null"}}}, {"$ref": "#/$defs/b"}], "properties": {"c": {}}, "unevaluatedProperties": False,
+      "type": "object", "$defs": {"b": {"properties": {"b": {}}}}}, ['{"c": 1}', '{"a": null, "b": 1, "c": 1}'], ['{"d": 1}', '{"a": 1}']),
+    ({"type": "object", "unevaluatedProperties": {"type": "null"}, "if": {"properties": {"k": {"const": 1}}, "required": ["k"]},
+      "then": {"properties": {"v": {"const": 1}}}, "else": {"properties": {"w": {"const": 1}}}},
+     ['{"k": 1, "v": 1}', '{"k": null, "w": 1}', '{"v": null}'], ['{"k": 1, "w": 1}', '{"v": 1}', '{"k": 2}']),
+    ({"type": "object", "anyOf": [{"properties": {"a": {"const": 1}}, "required": ["a"]}, {"properties": {"b": {"const": 1}}, "required": ["b"]}],
+      "unevaluatedProperties": False}, ['{"a": 1}', '{"b": 1}', '{"a": 1, "b": 1}'], ["{}", '{"a": 1, "b": 2}', '{"a": 1, "c": 1}']),
     # arrays
     ({"type": "array", "items": {"type": "integer"}}, ["[]", "[1]", "[1, 2]"], ['["a"]', "[1, ]", "[1,2]"]),
     ({"type": "array", "minItems": 1, "maxItems": 2}, ["[1]", "[[], {}]"], ["[]", "[1, 2, 3]"]),
@@ -117,6 +135,15 @@ TABLE = [  # schema, accepted, refused
     ({"type": "array", "prefixItems": [{"type": "null"}], "unevaluatedItems": False}, ["[null]", "[]"], ["[null, 1]"]),
     ({"type": "array", "contains": {"const": 5}}, ["[5]", "[1, 5, 2]", "[5, 5]"], ["[]", "[1, 2]"]),
     ({"type": "array", "contains": {"type": "null"}, "minContains": 2}, ["[null, 1, null]"], ["[null]", "[1, null]"]),
+    ({"type": "array", "contains": {"const": 1}, "maxItems": 3, "minItems": 2}, ["[1, 2]", "[0, 0, 1]"], ["[1]", "[2, 3]", "[1, 2, 3, 4]"]),
+    ({"type": "array", "contains": {"type": "null"}, "minContains": 1, "maxContains": 2, "prefixItems": [{"type": "integer"}]},
+     ["[1, null]", "[1, null, 2, null]"], ["[1]", "[null]", "[1, null, null, null]"]),
+    ({"type": "array", "contains": {"const": 1}, "minContains": 0, "maxContains": 1}, ["[]", "[2, 1, 3]"], ["[1, 1]"]),
+    ({"type": "array", "items": {"enum": [1, 2, None]}, "uniqueItems": True, "contains": {"type": "null"}}, ["[1, null]", "[null]"], ["[]", "[1]"]),
+    ({"type": "array", "prefixItems": [{"type": "boolean"}, {"enum": [True, 3]}], "items": False, "uniqueItems": True},
+     ["[]", "[true, 3]", "[false, true]"], ["[true, true]", "[3, true]"]),
+    ({"type": "array", "allOf": [{"prefixItems": [True]}], "unevaluatedItems": {"type": "null"}}, ["[1, null]", "[]"], ["[1, 2]"]),
+    ({"type": "array", "contains": {"type": "string"}, "unevaluatedItems": {"const": 1}}, ['["a", 1]', '[1, "b"]'], ["[1]", '["a", 2]']),
     ({"type": "array", "items": {"enum": ["a", "b", 1]}, "uniqueItems": True, "minItems": 1}, ['["a"]', '["b", 1, "a"]'],
      ["[]", '["a", "a"]', "[1, 1]"]),
     ({"type": "array", "uniqueItems": False}, ["[1, 1]"], []),
@@ -140,11 +167,27 @@ TABLE = [  # schema, accepted, refused
     ({"if": {"exclusiveMaximum": 0}, "else": {"multipleOf": 2}}, ["-1", "4", '"a"'], ["3"]),
     ({"type": "object", "properties": {"k": {"enum": ["a", "b"]}, "v": {}}, "required": ["k"], "if": {"properties": {"k": {"const": "a"}}},
       "then": {"required": ["v"]}}, ['{"k": "a", "v": 1}', '{"k": "b"}'], ['{"k": "a"}', "{}"]),
+    ({"type": "object", "not": {"additionalProperties": {"type": "integer"}, "properties": {"a": {"type": "null"}}}},
+     ['{"a": 1}', '{"x": "s"}', '{"a": null, "x": 1, "y": []}'], ["{}", '{"a": null, "x": 1}', '{"a": null}']),
+    ({"type": "object", "not": {"patternProperties": {"^x": {"const": 1}}}},
+     ['{"x1": 2}', '{"a": 1, "x1": 1, "x2": 2}'], ["{}", '{"x1": 1, "a": 2}']),
+    ({"type": "object", "not": {"propertyNames": {"maxLength": 1}}}, ['{"ab": 1}', '{"a": 1, "bc": 2}'], ["{}", '{"a": 1}']),
+    ({"type": "array", "not": {"prefixItems": [{"const": 1}], "items": {"const": 2}}}, ["[2]", "[1, 3]", "[1, 2, 3]"], ["[]", "[1]", "[1, 2, 2]"]),
+    ({"not": {"const": {"a": [1]}}, "type": "object"}, ["{}", '{"a": [2]}', '{"a": [1, 1]}', '{"a": [1], "b": 1}'], ['{"a": [1]}']),
+    ({"type": "integer", "not": {"multipleOf": 3}}, ["1", "-4", "100"], ["0", "3", "-9"]),
+    ({"oneOf": [{**OBJECT, "properties": {"a": {}, "b": {}}}, {**OBJECT, "properties": {"b": {}, "c": {}}}]},
+     ['{"a": 1}', '{"c": 1}', '{"a": 1, "b": 2}'], ["{}", '{"b": 1}', '{"a": 1, "c": 1}']),
+    ({"not": {"oneOf": [{"type": "integer"}, {"minimum": 2}]}}, ["3", "1.5"], ["1", "2.5", '"a"']),
+    ({"type": "integer", "not": {"if": {"minimum": 3}, "then": {"maximum": 5}, "else": {"const": 1}}}, ["6", "0", "2"], ["3", "5", "1"]),
     # references
     ({"$ref": "#/$defs/a%22b", "$defs": {'a"b': {"type": "integer"}}}, ["1"], ['"a"']),
     ({"$ref": "#/definitions/x~1y", "definitions": {"x/y": {"type": "null"}}}, ["null"], ["1"]),
     ({"$ref": "#n", "$defs": {"a": {"$anchor": "n", "type": "null"}}}, ["null"], ["1"]),
     ({"$id": "http://x/root.json", "$defs": {"i": {"type": "null"}}, "$ref": "root.json#/$defs/i"}, ["null"], ["1"]),
+    ({"$id": "http://x/root.json", "$ref": "sub/one.json", "$defs": {
+        "i": {"$id": "sub/one.json", "$defs": {"n": {"type": "null"}}, "$ref": "#/$defs/n"}, "n": {"type": "integer"}}}, ["null"], ["1"]),
+    ({"$dynamicAnchor": "n", "type": "object", "properties": {"next": {"$dynamicRef": "#n"}}, "additionalProperties": False},
+     ["{}", '{"next": {"next": {}}}'], ['{"next": 1}']),
     ({"$ref": "#/$defs/i", "minimum": 3, "$defs": {"i": {"type": "integer"}}}, ["3"], ["2", '"a"']),
     ({"$schema": "http://json-schema.org/draft-07/schema#", "$ref": "#/definitions/i", "minimum": 3, "definitions": {"i": {"type": "integer"}}},
      ["2"], ['"']),
@@ -157,18 +200,24 @@ TABLE = [  # schema, accepted, refused
 
 REFUSED = [  # schema, keyword, JSON pointer
     ({"type": "array", "uniqueItems": True}, "uniqueItems", ""),
-    ({"properties": {"a/b": {"$dynamicRef": "#x"}}}, "$dynamicRef", "/properties/a~1b"),
+    ({"properties": {"a/b": {"$id": "http://x/y", "$dynamicRef": "#x"}}}, "$dynamicRef", "/properties/a~1b"),
+    ({"oneOf": [{"$ref": "#", "if": {"type": "null"}, "else": {"minimum": 1}}], "type": "integer"}, "$ref", ""),
+    ({"$ref": "#"}, "$ref", ""), ({"anyOf": [{"$ref": "#"}, {"type": "integer"}]}, "$ref", ""), ({"not": {"$ref": "#"}}, "$ref", ""),
+    ({"items": {"allOf": [{"$ref": "#/$defs/a"}]}, "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}}, "$ref", "/items/allOf/0"),
     ({"items": {"$ref": "http://elsewhere/x.json"}}, "$ref", "/items"),
     ({"$ref": "#/$defs/none"}, "$ref", ""), ({"$ref": "#none"}, "$ref", ""),
     ({"type": "int"}, "type", ""), ({"required": True}, "required", ""), ({"minLength": -1}, "minLength", ""), ({"pattern": 3}, "pattern", ""),
     ({"anyOf": []}, "anyOf", ""), ({"properties": {"a": 3}}, "properties", ""), ({"multipleOf": 0}, "multipleOf", ""),
-    ({"type": "string", "pattern": "(a)\\1"}, "pattern", ""), ({"type": "string", "format": "iri"}, "format", ""),
-    ({"type": "array", "contains": {"const": 1}, "maxItems": 3}, "contains", ""),
+    ({"type": "string", "pattern": "(a)\\1"}, "pattern", ""), ({"type": "string", "format": "idn-email"}, "format", ""),
+    ({"type": "array", "contains": {"const": 1}, "maxItems": 30_000}, "contains", ""),
+    ({"type": "string", "format": "regex", "maxLength": 5}, "format", ""), ({"propertyNames": {"format": "regex"}}, "format", "/propertyNames"),
+    ({"type": "string", "not": {"format": "regex"}}, "not", "/not"),
+    ({"type": "array", "items": {"enum": list(range(20))}, "uniqueItems": True}, "uniqueItems", ""),
     ({"oneOf": [{"type": "array", "uniqueItems": True}, {"type": "array"}]}, "oneOf", ""),
-    ({"not": {"additionalProperties": False}}, "not", "/not"),
-    ({"allOf": [{"properties": {"a": {}}}], "unevaluatedProperties": False}, "unevaluatedProperties", ""),
-    ({"type": "object", "minProperties": 3}, "minProperties", ""),
-    ({"type": "integer", "multipleOf": 1009}, "multipleOf", ""), ({"type": "number", "maximum": 1e300}, "maximum", ""),
+    ({"not": {"uniqueItems": True}}, "not", "/not"),
+    ({"anyOf": [{"properties": {f"a{i}": {}}} for i in range(8)], "unevaluatedProperties": False}, "unevaluatedProperties", ""),
+    ({"type": "object", "properties": {f"a{i}": {} for i in range(300)}, "minProperties": 200}, "minProperties", ""),
+    ({"type": "integer", "multipleOf": 86413}, "multipleOf", ""), ({"type": "number", "maximum": 1e300}, "maximum", ""),
     ({"type": "string", "pattern": "^(a|b)*a(a|b){12}$", "minLength": 20}, "pattern", ""),
     (False, "schema", ""), ({"enum": []}, "schema", ""), ({"type": "integer", "minimum": 3, "maximum": 2}, "schema", ""),
     ({"type": "string", "minLength": 3, "maxLength": 2}, "schema", ""), ({"type": "integer", "enum": ["a"]}, "schema", ""),
@@ -276,6 +325,32 @@ def test_layouts():
         json_schema_rules(schema, whitespace="none")
 
 
+def test_keys_in_any_order():
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"const": {"x": 1, "y": 2}}, "c": {}}, "required": ["a"]}
+    texts = ['{"c": 0, "a": 1}', '{"z": 0, "b": {"y": 2, "x": 1}, "y": 1, "a": 1}', '{"a": 1, "c": 2, "b": {"x": 1, "y": 2}}']
+    ordered, free = (compile_rules(json_schema_rules(schema, any_order=any_order), BYTES) for any_order in (False, True))
+    assert [run(ordered, text) for text in texts] == [False] * 3 and all(run(free, text) for text in texts)
+    assert not any(run(free, text) for text in ('{"c": 1}', '{"a": 1, "a": 1}', '{"b": 1, "a": 1}', '{"c": 0, "a": 1, "c": 0}', "{}"))
+    two = compile_rules(json_schema_rules(schema | {"minProperties": 2, "maxProperties": 2}, any_order=True), BYTES)
+    assert run(two, '{"z": 1, "a": 1}') and run(two, '{"c": 1, "a": 1}') and not run(two, '{"a": 1}') and not run(two, '{"c": 1, "a": 1, "z": 0}')
+    many = {"type": "object", "properties": {f"k{i}": {} for i in range(12)}}
+    with pytest.raises(GrammarError, match="any_order at /items: 12 keys .* declared order"):
+        json_schema_rules({"items": many}, any_order=True)
+    assert json_schema_rules({"items": many})
+
+
+def test_strict_holds_wherever_an_object_is_described():
+    closed = {"type": "object", "properties": {"a": {}}}
+    schema = {"type": "object", "properties": {"r": {"$ref": "#/$defs/r"}, "l": {"type": "array", "items": closed},
+                                               "u": {"anyOf": [closed, {"type": "null"}]}, "free": {},
+                                               "o": {"allOf": [closed, {"properties": {"b": {}}}]}},
+              "$defs": {"r": closed}}
+    grammar = compile_rules(json_schema_rules(schema, strict=True), BYTES)
+    for text in ('{"r": {"a": 1}}', '{"l": [{"a": 1}, {}]}', '{"u": {"a": 1}}', '{"o": {"a": 1, "b": 1}}', '{"free": {"any": {"x": 1}}}'):
+        assert run(grammar, text)
+        assert not run(grammar, text.replace('"a"', '"x"')) or '"a"' not in text
+
+
 def test_strict_closes_objects_that_say_nothing():
     schema = {"type": "object", "properties": {"a": {"type": "object", "properties": {"b": {}}}, "c": {"type": "object", "additionalProperties": {}}}}
     for strict in (False, True):
@@ -296,11 +371,17 @@ def nested(depth):
     ({"enum": list(range(10_000)), "minimum": 5}, True), (nested(300), True), (nested(100_000), False),
     ({"type": "object", "properties": {f"property_{i}": {"type": "string", "description": "d" * 40} for i in range(500)}}, True),
     ({"type": "object", "properties": {f"property_{i}": {"type": "string", "description": "d" * 40} for i in range(10_000)}}, False),
+    ({**OBJECT, "properties": {f"property_{i}": {"type": "string"} for i in range(10_000)}, "required": [f"property_{i}" for i in range(10_000)]},
+     True),
+    ({**OBJECT, "properties": {f"property_{i}": {"type": "string"} for i in range(4000)}}, True),
+    ({**OBJECT, "properties": {f"property_{i}": {"type": "string"} for i in range(10_000)}}, False),
+    ({"patternProperties": {f"a{i}": {} for i in range(12)}, "type": "object", "additionalProperties": False}, False),
     ({"$defs": {f"d{i}": {"allOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(60)} | {"d60": {"type": "integer"}},
       "$ref": "#/$defs/d0"}, True),
     ({"allOf": [{"anyOf": [{"required": [f"a{i}"]}, {"required": [f"b{i}"]}]} for i in range(30)], "type": "object"}, False),
     ({"enum": ["x" * 2**20]}, False), ({"type": "string", "minLength": 2, "maxLength": 10**9}, True),
-], ids=["enum", "integers", "deep", "deeper", "wide", "wider", "doubling", "alternatives", "long", "count"])
+], ids=["enum", "integers", "deep", "deeper", "wide", "wider", "required",
+        "optional", "more optional", "patterns", "doubling", "alternatives", "long", "count"])
 def test_what_multiplies_is_bounded(schema, fits):
     begin = time.thread_time()
     if fits:
