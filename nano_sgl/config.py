@@ -97,7 +97,7 @@ class EngineConfig:
     grammar_cache_size: int = flag(128, "compiled grammars that are kept for requests to come; 0 keeps none", within=Range(0, 10**6, integer=True))
     grammar_compile_timeout: float = flag(30.0, "seconds after which a request whose grammar is not ready is refused",
                                           within=Range(0, 10**6, open_low=True))
-    jump_forward: str = flag("draft", "text that a grammar forces: draft guesses it, so that a step makes all of it; retokenize appends it, and makes "
+    jump_forward: str = flag("draft", "text that a grammar forces: draft guesses it, so that a step makes all of it; retokenize appends it and makes "
                                       "other texts; off samples it token by token", ("draft", "retokenize", "off"))
     kv_events: bool = flag(False, "record which blocks of KV are stored and removed, for readers in this process")
     kv_events_endpoint: str | None = flag(None, "ZeroMQ address to publish them at, such as tcp://127.0.0.1:5557; none by default")

@@ -23,6 +23,8 @@ A page is shared whole or not at all, so a row that needs the beginning of anoth
 table leads to the other's slots; when that step has stored its KV, the slots are copied and the table leads to its own. So the other need not
 have computed them before, only by then, and nothing is left over for a later step.
 
+What the host knows of one step, the `Batch`, is a row of integers for each question that sampling, attention or the commit may ask.
+
 Cost: one copy to the device (`Packed`, with all else that the step takes from the host) and three indexed ones, whatever the number of rows.
 
 Stops holding: one pool, one kind of KV. Windows, recurrent state and a host tier come as further pools that the same slots address.
@@ -33,9 +35,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
+
+Req = Any  # a request: scheduler.Req, above
 
 
 class KVPool:
@@ -120,15 +125,15 @@ class SlotAllocator:
             raise ValueError(f"{num_slots} slots are not whole pages of {self.page_size}")
         if num_pages > self._top:
             return None
-        pages = self._free[self._top - num_pages:self._top][::-1]
+        pages = self._free[self._top - num_pages:self._top][::-1].copy()
         self._top -= num_pages
-        return np.add.outer(pages * self.page_size, self._in_page).reshape(-1)
+        return pages if self.page_size == 1 else np.add.outer(pages * self.page_size, self._in_page).reshape(-1)
 
     def free(self, slots: np.ndarray, *, held_by_step: bool = True) -> None:
         """Give back whole pages. `held_by_step=False` is for slots that no row in flight addresses (an evicted node's)."""
         if not len(slots):
             return
-        pages = (slots[::self.page_size] // self.page_size).astype(np.int32)
+        pages = slots if self.page_size == 1 else slots[::self.page_size] // self.page_size
         if held_by_step and self._limbo.in_flight:
             self._limbo.park(pages)
         else:
@@ -191,10 +196,11 @@ class Writes:
 
     def forget(self, row: int) -> None:
         """The row was given up in the pass that wrote to it; it may be another request's before the pass ends."""
-        self._tokens = [w for w in self._tokens if w[0] != row]
-        self._slots = [w for w in self._slots if w[0] != row]
-        self._copies = {to: (of_row, of) for to, (of_row, of) in self._copies.items() if of_row != row}
-        self._lengths.pop(row, None)
+        if self._tokens or self._slots or self._lengths:
+            self._tokens = [w for w in self._tokens if w[0] != row]
+            self._slots = [w for w in self._slots if w[0] != row]
+            self._copies = {to: (of_row, of) for to, (of_row, of) in self._copies.items() if of_row != row}
+            self._lengths.pop(row, None)
 
     @property
     def rows(self) -> set[int]:
@@ -224,6 +230,35 @@ class Writes:
         ends = np.cumsum(lens)
         first = np.repeat(np.fromiter((w[1] for w in writes), np.int64, len(writes)) - (ends - lens), lens)
         return rows, first + np.arange(len(rows)), np.concatenate([w[2] for w in writes])
+
+
+@dataclass
+class Batch:
+    """One step, as host integers. Rows lie in depth-first tree order."""
+    step: int
+    reqs: list[Req]
+    rows: np.ndarray        # [B] i32 row of the device tables
+    starts: np.ndarray      # [B] i32 first column computed, but for guesses in flight: then it may be up to `slack` further
+    q_lens: np.ndarray      # [B] i32 columns computed, guesses included
+    draft_lens: np.ndarray  # [B] i32 guesses at most that are verified behind the last known token
+    slack: np.ndarray       # [B] i32
+    limits: np.ndarray      # [B] i32 columns that have a slot
+    store_from: np.ndarray  # [B] i32 columns before this one have their KV in the tree: what is recomputed there is not stored
+    complete: np.ndarray    # [B] bool the step reaches the last known token
+    samples: np.ndarray     # [B] bool and samples the next one
+    owed_from: np.ndarray   # [B] i32 first prompt position whose logprob is owed; -1: none
+    started: list[Req]      # those that got their row in this pass
+    shared: list[tuple[int, int, int, int]]  # rows first..last-1 share the slots of columns start..end-1
+    writes: Writes
+
+    @property
+    def kv_bounds(self) -> np.ndarray:
+        """[B] i32 upper bounds of the columns that exist once the step has stored its KV."""
+        return self.starts + self.q_lens + self.slack
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.q_lens.sum())
 
 
 class Packed:

@@ -20,6 +20,7 @@ Source: SGLang's policies by name (lpm and dfs-weight: Zheng et al. 2024); hrrn 
 
 from __future__ import annotations
 
+import collections
 import heapq
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -32,41 +33,46 @@ Req = Scheduler = Any  # the scheduler's: it is above
 class Policy:
     """An order of the waiting queue. `pick` yields its requests, best first; it is asked for the next one when the last has been started.
     `fair`: nobody starves, for after OLDEST_AFTER starts of others the oldest request goes first (an age bound would turn into fcfs when the
-    whole queue is old). `needs_tree`: refused where the cache is off."""
+    whole queue is old). `needs_tree`: refused where the cache is off. `preempts`: who waits may take a running one's place."""
+    name: str
     pick: Callable[[Scheduler], Iterator[Req]]
-    fair: bool
-    needs_tree: bool
+    fair: bool = True
+    needs_tree: bool = False
+    preempts: bool = False
 
 
 POLICIES: dict[str, Policy] = {}
 
 
-def policy(name: str, *, fair: bool = True, needs_tree: bool = False):
-    """Register a policy: a function (request, scheduler) -> sort key, the smallest goes first. Ties go to the earlier arrival."""
+def policy(name: str, **traits: bool):
+    """Register a policy: a function (request, scheduler) -> sort key, the smallest goes first; of equals the earlier arrival. traits: `Policy`'s."""
     def register(key):
-        def pick(scheduler: Scheduler) -> Iterator[Req]:
-            heap = [(key(req, scheduler), req.arrival, req) for req in scheduler.waiting]
-            heapq.heapify(heap)
-            while heap:
-                req = heapq.heappop(heap)[2]
-                if not scheduler.waits_for_leader(req):
-                    yield req
-        POLICIES[name] = Policy(pick, fair, needs_tree)
+        POLICIES[name] = Policy(name, lambda scheduler: _sorted(scheduler, lambda req: key(req, scheduler)), **traits)
         return key
     return register
 
 
-def picking(name: str, *, fair: bool = True, needs_tree: bool = False):
+def picking(name: str, **traits: bool):
     """Register a policy that finds the next request itself: a generator of the scheduler's waiting requests."""
     def register(pick):
-        POLICIES[name] = Policy(pick, fair, needs_tree)
+        POLICIES[name] = Policy(name, pick, **traits)
         return pick
     return register
 
 
+def _sorted(scheduler: Scheduler, key: Callable[[Req], Any]) -> Iterator[Req]:
+    """The waiting requests that need not wait for a leader, smallest key first."""
+    heap = [(key(req), req.arrival, req) for req in scheduler.waiting]
+    heapq.heapify(heap)
+    while heap:
+        req = heapq.heappop(heap)[2]
+        if not scheduler.waits_for_leader(req):
+            yield req
+
+
 @picking("fcfs")
 def _fcfs(scheduler: Scheduler) -> Iterator[Req]:
-    return (req for req in list(scheduler.waiting) if not scheduler.waits_for_leader(req))
+    return (req for req in scheduler.waiting if not scheduler.waits_for_leader(req))
 
 
 @picking("lpm", needs_tree=True)
@@ -91,15 +97,16 @@ def _random(req: Req, scheduler: Scheduler):
     return scheduler.random.random()
 
 
-@policy("priority", fair=False)
+@policy("priority", fair=False, preempts=True)
 def _priority(req: Req, scheduler: Scheduler):
     return -req.request.priority
 
 
-@policy("routing-key")
-def _routing_key(req: Req, scheduler: Scheduler):
+@picking("routing-key")
+def _routing_key(scheduler: Scheduler) -> Iterator[Req]:
     """Requests whose routing key is most frequent among the running ones."""
-    return 0 if req.request.routing_key is None else -scheduler.running_keys[req.request.routing_key]
+    running = collections.Counter(req.request.routing_key for req in scheduler.running)
+    return _sorted(scheduler, lambda req: 0 if req.request.routing_key is None else -running[req.request.routing_key])
 
 
 @policy("shortest-prefill-first")

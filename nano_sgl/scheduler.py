@@ -37,18 +37,18 @@ import operator
 import random
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
 from .layout import Layout
-from .memory import Rows, SlotAllocator, Writes
+from .memory import Batch, Rows, SlotAllocator, Writes
 from .policies import POLICIES
 from .protocol import Request, RequestError, SamplingParams
-from .radix import Match, Node, Tree, key_bytes
-from .waiting import Waiter
+from .radix import Match, Node, Tree, common_len
+from .waiting import Queue, Waiter
 
-OLDEST_AFTER = 8         # starts that may pass the oldest waiting request over; then it goes first
+OLDEST_AFTER = 8         # starts that may pass the oldest waiting request over; then it goes first (once a pass would be fcfs where one starts)
 OUTPUT_ESTIMATE = 4096   # an output is never expected to be longer than this
 RATIO_START, RATIO_MIN, RATIO_DECAY, RATIO_RAISE = 0.7, 0.1, 0.995, 0.3  # share of max_tokens that requests are expected to use
 DONORS = 8               # running requests and nodes that are looked at for the beginning of a page
@@ -59,13 +59,20 @@ class Req:
     """A request as the scheduler sees it. Three lengths, three names: `seq_len` tokens known (or about to be: `pending`), `computed_len`
     with KV (or in flight), `own_start` in the tree; slots of the columns from `own_start` on are the request's own."""
 
+    __slots__ = ("request", "params", "rid", "seed", "prompt", "output_ids", "prompt_len", "max_new", "last_column", "arrival", "before", "after",
+                 "state", "leaving", "row", "place", "node", "own_start", "store_from", "own", "computed_len", "pending", "guessed", "constrained",
+                 "held", "in_flight", "cached_tokens", "prompt_logprobs_from", "scored_len", "counted_len", "retractions", "queued_at",
+                 "queued_tokens", "started_at", "suspect_until", "spoiled", "_key")
+
     def __init__(self, request: Request, max_new: int, arrival: int, seed: int):
         self.request, self.params, self.rid, self.seed = request, request.params, request.rid, seed
-        self.prompt = np.array(request.prompt_ids, np.int32)
+        self._key = np.asarray(request.prompt_ids, np.int32).tobytes()
+        self.prompt = np.frombuffer(self._key, np.int32)
         self.output_ids: list[int] = []
         self.prompt_len, self.max_new = len(self.prompt), max_new
         self.last_column = self.prompt_len + max(max_new - 1, 0)  # columns it can ever need: the last sampled token needs no KV
         self.arrival = arrival
+        self.before = self.after = None   # in the queue
         self.state = "waiting"            # waiting, running, finished; a retracted request waits again
         self.leaving = ""                 # where a request that is still in flight goes once it has landed: "queue" or "done"
         self.row = 0
@@ -73,17 +80,17 @@ class Req:
         self.node: Node | None = None     # the deepest tree node of its path; locked while the request runs
         self.own_start = 0
         self.store_from = 0               # columns before this one have their KV from others, maybe in the same step: never stored again
-        self.own = array.array("i")       # slots of columns own_start.., whole pages
+        self.own: Sequence[int] = ()      # slots of columns own_start.., whole pages; int32
         self.computed_len = 0
         self.pending = 0                  # tokens being sampled in steps not yet committed, one a step
         self.guessed = 0                  # and as many more at most, where guesses turn out right, or a grammar's row is there in time
-        self.constrained = request.params.grammar is not None  # its steps may sample nothing: none of them is `pending`
+        self.constrained = self.params.grammar is not None  # its steps may sample nothing: none of them is `pending`
         self.held = False                 # sits out until its grammar's row is there
         self.in_flight = 0                # steps launched and not yet committed that hold this request
         self.cached_tokens: int | None = None   # prompt tokens found in the tree at first admission
-        self.prompt_logprobs_from: int | None = None  # prompt position whose logprob is still owed, or None
-        if request.params.prompt_logprobs is not None:
-            self.prompt_logprobs_from = request.params.logprob_start_len
+        asked = self.params.prompt_logprobs is not None
+        self.prompt_logprobs_from = self.params.logprob_start_len if asked else None  # prompt position whose logprob is still owed, or None
+        self.scored_len = self.prompt_len               # and where they end
         self.counted_len = 0              # tokens whose nodes have been given this request's hit
         self.retractions = 0
         self.queued_at = 0.0              # seconds on the scheduler's clock
@@ -91,7 +98,6 @@ class Req:
         self.started_at: float | None = None    # when it got its first row
         self.suspect_until = 0            # columns that it must compute alone, since a step failed with it; 0: it may share steps
         self.spoiled = False              # its KV is no good: not numbers, or never computed
-        self._key = b""
 
     @property
     def known_len(self) -> int:
@@ -126,41 +132,10 @@ class Req:
 
     def key(self) -> bytes:
         """`ids` as the tree takes them; each is converted once."""
-        there = len(self._key) // 4
-        if there < self.prompt_len:
-            self._key, there = key_bytes(self.prompt), self.prompt_len
-        if there < self.known_len:
-            self._key += array.array("i", self.output_ids[there - self.prompt_len:]).tobytes()
+        new = self.prompt_len + len(self.output_ids) - len(self._key) // 4
+        if new:
+            self._key += array.array("i", self.output_ids[-new:]).tobytes()
         return self._key
-
-
-@dataclass
-class Batch:
-    """One step, as host integers. Rows lie in depth-first tree order."""
-    step: int
-    reqs: list[Req]
-    rows: np.ndarray        # [B] i32 row of the device tables
-    starts: np.ndarray      # [B] i32 first column computed, but for guesses in flight: then it may be up to `slack` further
-    q_lens: np.ndarray      # [B] i32 columns computed, guesses included
-    draft_lens: np.ndarray  # [B] i32 guesses at most that are verified behind the last known token
-    slack: np.ndarray       # [B] i32
-    limits: np.ndarray      # [B] i32 columns that have a slot
-    store_from: np.ndarray  # [B] i32 columns before this one have their KV in the tree: what is recomputed there is not stored
-    complete: np.ndarray    # [B] bool the step reaches the last known token
-    samples: np.ndarray     # [B] bool and samples the next one
-    owed_from: np.ndarray   # [B] i32 first prompt position whose logprob is owed; -1: none
-    started: list[Req]      # those that got their row in this pass
-    shared: list[tuple[int, int, int, int]]  # rows first..last-1 share the slots of columns start..end-1
-    writes: Writes
-
-    @property
-    def kv_bounds(self) -> np.ndarray:
-        """[B] i32 upper bounds of the columns that exist once the step has stored its KV."""
-        return self.starts + self.q_lens + self.slack
-
-    @property
-    def num_tokens(self) -> int:
-        return int(self.q_lens.sum())
 
 
 @dataclass
@@ -181,19 +156,9 @@ class Counters:
 ARRIVAL = operator.attrgetter("arrival")
 
 
-def common_len(a: bytes, b: bytes) -> int:
-    """Tokens with which two keys begin alike."""
-    n = min(len(a), len(b)) // 4
-    differ = np.frombuffer(a, np.int32, n) != np.frombuffer(b, np.int32, n)
-    return int(differ.argmax()) if differ.any() else n
-
-
-def _insert(reqs: list[Req], req: Req) -> None:
-    """Keeps a list in order of arrival; most belong at its end."""
-    if not reqs or reqs[-1].arrival < req.arrival:
-        reqs.append(req)
-    else:
-        bisect.insort(reqs, req, key=ARRIVAL)
+def _growing(slots: np.ndarray | array.array) -> array.array:
+    """Slots in an array that is cheap to extend, and one's own."""
+    return slots if isinstance(slots, array.array) else array.array("i", slots.tobytes())
 
 
 def _dearest_first(req: Req) -> tuple:
@@ -226,15 +191,13 @@ class Scheduler:
         self.token_budget, self.max_running, self.reserve, self.cache = token_budget, max_running, reserve, cache
         self.page = slots.page_size
         self.max_total_len = min(context_len, slots.capacity)
-        self.policy_name = schedule_policy
-        self.policy, self.preempts, self.preempt_above = POLICIES[schedule_policy], schedule_policy == "priority", preempt_above
+        self.policy, self.preempt_above = POLICIES[schedule_policy], preempt_above
         tree.weighs = schedule_policy == "dfs-weight"
-        self.waiting_timeout, self.running_timeout, self.clock = waiting_timeout, running_timeout, clock
+        self.timeouts, self.clock = (waiting_timeout, running_timeout), clock
         self.random = random.Random(seed)
-        self.waiting: list[Req] = []      # both in order of arrival
+        self.waiting = Queue()            # both in order of arrival
         self.running: list[Req] = []      # those that are leaving included
         self.reqs: dict[str, Req] = {}    # every request that has not ended
-        self.running_keys: collections.Counter = collections.Counter()  # routing keys of the running ones, at the last look
         self.counters = Counters()
         self.step = 0
         self.ratio = RATIO_START
@@ -276,12 +239,9 @@ class Scheduler:
         return req
 
     def _enqueue(self, req: Req) -> None:
-        _insert(self.waiting, req)
+        self.waiting.add(req)
         if self.cache:
             req.place = self.tree.wait(req.key(), req.request.namespace, req.arrival, req)
-
-    def _dequeue(self, req: Req) -> None:
-        del self.waiting[bisect.bisect_left(self.waiting, req.arrival, key=ARRIVAL)]
 
     def abort(self, rid: str) -> Req | None:
         """End a request in any state; None where no such request is alive. Its row is released after the last step that holds it."""
@@ -299,11 +259,12 @@ class Scheduler:
     def expire(self) -> list[Req]:
         """End, as `abort` does, the requests whose time is up: `waiting_timeout` without a first row, `running_timeout` since they got it (a
         retracted request that waits again runs on). Returns them."""
-        if self.waiting_timeout is None and self.running_timeout is None:
+        waiting_timeout, running_timeout = self.timeouts
+        if waiting_timeout is None and running_timeout is None:
             return []
         now, late = self.clock(), []
         for req in self.reqs.values():
-            since, limit = (req.queued_at, self.waiting_timeout) if req.started_at is None else (req.started_at, self.running_timeout)
+            since, limit = (req.queued_at, waiting_timeout) if req.started_at is None else (req.started_at, running_timeout)
             if limit is not None and now - since > limit:
                 late.append(req)
         for req in late:
@@ -313,6 +274,10 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         return bool(self.waiting or self.running)
+
+    @property
+    def policy_name(self) -> str:
+        return self.policy.name
 
     # ------------------------------------------------------------------------------------------------------------------------ the pass
 
@@ -339,10 +304,12 @@ class Scheduler:
     def _plan_decodes(self, plan: dict[Req, int], draft_lens: Mapping[Req, int]) -> dict[Req, int]:
         """Plan a token for each row that decodes; returns the guesses that there is room for."""
         rows = [r for r in self.running if r.decodes]
+        if not rows:
+            return {}
         draft_lens = self._shorten({r: min(draft_lens[r], r.max_new - len(r.output_ids) - r.pending - 1) for r in rows if r in draft_lens}, len(rows))
         needed = lambda req: req.known_len + self.reserve + req.guessed
         missing = [self._missing(r, needed(r) + draft_lens.get(r, 0)) for r in rows]
-        if draft_lens and sum(missing) > self.slots.available + self.tree.evictable:
+        if draft_lens and sum(missing) > self._free_slots:
             draft_lens, missing = {}, [self._missing(r, needed(r)) for r in rows]
         slots = self._alloc(sum(missing))
         if slots is not None:  # all at once, the common case
@@ -391,20 +358,20 @@ class Scheduler:
                 break
             if self.cache:
                 self._adopt(req)  # who was retracted may have left in the tree what comes next here
-        begins = not req.own
+        begins = not len(req.own)
         self._grow(req, missing)
         if self.cache:
             if begins and self.page > 1:
                 self._copy_begun_page(req, upto, plan)
             self._publish(req, upto)
             self._lead(req)
-        plan[req] = upto - req.computed_len
-        return plan[req]
+        plan[req] = count = upto - req.computed_len
+        return count
 
     def _adopt(self, req: Req) -> None:
         """Take over what others have put into the tree beyond the request's own node."""
         match = self.tree.extend(req.node, req.key(), req.own_start)
-        if match.length > req.own_start and not req.own:
+        if match.length > req.own_start and not len(req.own):
             old, node = req.node, self._lock(req, match)
             self._take_path(req, node)
             self.tree.unlock(old)
@@ -417,8 +384,10 @@ class Scheduler:
 
     def _take_path(self, req: Req, node: Node) -> None:
         """Point the row at the slots of the locked path that ends in `node`, and skip what need not be computed again."""
-        if node.end > req.own_start:
-            self._writes.slots(req.row, req.own_start, self.tree.slots(node, req.own_start))
+        above = node
+        while above.end > req.own_start:
+            self._writes.slots(req.row, above.start, above.slots)
+            above = above.parent
         req.node, req.own_start, req.store_from = node, node.end, node.end
         most = min(node.end, req.seq_len - 1)
         if req.prompt_logprobs_from is not None:
@@ -465,8 +434,8 @@ class Scheduler:
         count = end - req.own_start
         if count <= 0:
             return
-        node, present = self.tree.insert(req.key()[4 * req.own_start:4 * end], req.own[:count], below=req.node, step=self.step,
-                                         prompt_len=req.prompt_len, priority=req.request.priority)
+        node, present = self.tree.insert(req.key()[4 * req.own_start:4 * end], req.own[:count], below=req.node,
+                                         step=self.step, prompt_len=req.prompt_len, priority=req.request.priority)
         assert present == 0, "adopted a moment ago, yet the tree has more"
         req.node, req.own_start, req.own = self.tree.move_lock(req.node, node), end, req.own[count:]
         req.counted_len = max(req.counted_len, end)
@@ -475,7 +444,7 @@ class Scheduler:
     def _lead(self, req: Req) -> None:
         """Whoever wants what a request will compute beyond this step waits for it; nobody does any more when all of its prompt is launched."""
         if req.place is not None:
-            if req.place.node.is_ghost:
+            if req.place.node.slots is None:
                 self.tree.advance(req.place)
             else:
                 self.tree.stop_leading(req.place)
@@ -483,27 +452,29 @@ class Scheduler:
 
     def _launch(self, plan: dict[Req, int], draft_lens: dict[Req, int], started: list[Req]) -> Batch:
         order, shared = self._layout.arrange(list(plan))
-        i32 = lambda values: np.fromiter(values, np.int32, len(order))
-        complete = np.fromiter((r.computed_len + plan[r] == r.seq_len for r in order), bool, len(order))
-        batch = Batch(self.step, order, rows=i32(r.row for r in order), starts=i32(r.computed_len for r in order),
-                      q_lens=i32(plan[r] + draft_lens.get(r, 0) for r in order), draft_lens=i32(draft_lens.get(r, 0) for r in order),
-                      slack=i32(r.guessed for r in order), limits=i32(r.columns for r in order),
-                      store_from=i32(r.store_from for r in order), complete=complete,
-                      samples=complete & np.fromiter((r.max_new > 0 for r in order), bool, len(order)),
-                      owed_from=i32(-1 if r.prompt_logprobs_from is None else r.prompt_logprobs_from for r in order),
-                      started=started, shared=shared, writes=self._writes)
+        counts, drafts = [plan[r] for r in order], [draft_lens.get(r, 0) for r in order]
+        complete = [r.computed_len + n == r.seq_len for r, n in zip(order, counts)]
+        samples = [whole and r.max_new > 0 for r, whole in zip(order, complete)]
+        rows, starts, draft_lens, slack, limits, store_from, owed_from = np.array(
+            [[r.row for r in order], [r.computed_len for r in order], drafts, [r.guessed for r in order], [r.columns for r in order],
+             [r.store_from for r in order], [-1 if r.prompt_logprobs_from is None else r.prompt_logprobs_from for r in order]], np.int32)
+        batch = Batch(self.step, order, rows, starts, np.array(counts, np.int32) + draft_lens, draft_lens, slack, limits, store_from,
+                      np.array(complete), np.array(samples), owed_from, started, shared, self._writes)
         self._writes = Writes()
-        for req, samples in zip(order, batch.samples.tolist()):
-            unsure = samples and req.constrained
-            req.computed_len += plan[req] - unsure
-            req.pending += samples - unsure
-            req.guessed += draft_lens.get(req, 0) + unsure
-            req.store_from = max(req.store_from, req.own_start * unsure)  # its last token may be computed again, and the tree has it
+        for req, n, draft_len, samples in zip(order, counts, drafts, samples):
             req.in_flight += 1
+            req.computed_len += n
+            req.guessed += draft_len
+            if samples and not req.constrained:
+                req.pending += 1
+            elif samples:  # or not: its last token may be computed again, and the tree has it
+                req.computed_len -= 1
+                req.guessed += 1
+                req.store_from = max(req.store_from, req.own_start)
         self.slots.launch(self.step)
         self.rows.launch(self.step)
         self.counters.steps += 1
-        self.counters.computed_tokens += batch.num_tokens
+        self.counters.computed_tokens += sum(counts) + sum(drafts)
         self.counters.copied_tokens += batch.writes.copied
         self.ratio = max(RATIO_MIN, self.ratio * RATIO_DECAY)
         return batch
@@ -525,11 +496,19 @@ class Scheduler:
         if suspects:
             yield suspects[0]  # each alone
             return
-        oldest = self.waiting[0]
+        oldest = self.waiting.first
         if self.policy.fair and self._passed_over >= OLDEST_AFTER and not self.waits_for_leader(oldest):
             yield oldest
-        self.running_keys = collections.Counter(r.request.routing_key for r in self.running)
         yield from self.policy.pick(self)
+
+    @property
+    def _free_slots(self) -> int:
+        """Slots that nobody holds, or that can be made free at once."""
+        return self.slots.available + self.tree.evictable
+
+    def _has_place(self, needed: int) -> bool:
+        """Whether one more may start, that needs so many slots together with what the running ones still need; alone it always may."""
+        return not self._rows_are_full and (not self.running or needed <= self._free_slots)
 
     @property
     def _rows_are_full(self) -> bool:
@@ -544,7 +523,7 @@ class Scheduler:
         """Start waiting requests; returns those that got a row."""
         started: list[Req] = []
         nothing_new = self.step < self._full_until[0] and self._events == self._full_until[1]
-        if not self.waiting or nothing_new or self._rows_are_full and not self.preempts:
+        if not self.waiting or nothing_new or self._rows_are_full and not self.policy.preempts:
             return started
         promised = sum(self._still_needed(r) for r in self.running)
         for req in self._candidates():
@@ -552,13 +531,11 @@ class Scheduler:
                 break
             node = self._lock(req, self.tree.parking(req.place.node)) if self.cache else self.tree.root(req.request.namespace)
             needed = self._expected_columns(req)
-            lacking = lambda: needed - node.end + promised - self.slots.available - self.tree.evictable
-            no_place = lambda: self._rows_are_full or bool(self.running) and lacking() > 0
-            if no_place():
-                if self.preempts and not self._memory_is_coming:
-                    self._preempt(req, lacking())
+            if not self._has_place(needed - node.end + promised):
+                if self.policy.preempts and not self._memory_is_coming:
+                    self._preempt(req, needed - node.end + promised - self._free_slots)
                     promised = sum(self._still_needed(r) for r in self.running)
-                if no_place():
+                if not self._has_place(needed - node.end + promised):
                     if self.cache:
                         self.tree.unlock(node)
                     if not self._memory_is_coming:
@@ -601,11 +578,11 @@ class Scheduler:
 
     def _start(self, req: Req, node: Node) -> None:
         """A waiting request becomes a row. Its path is locked by now."""
-        self._passed_over = 0 if req is self.waiting[0] else self._passed_over + 1
-        self._dequeue(req)
+        self._passed_over = 0 if req is self.waiting.first else self._passed_over + 1
+        self.waiting.remove(req)
         if self.cache:
             self.tree.lead(req.place)
-        _insert(self.running, req)
+        bisect.insort(self.running, req, key=ARRIVAL)
         req.state, req.node, req.row = "running", node, self.rows.alloc()
         if req.started_at is None:
             req.started_at = self.clock()
@@ -618,8 +595,9 @@ class Scheduler:
 
     def _expected_columns(self, req: Req) -> int:
         """Columns a request will probably need in the end, in whole pages."""
-        left = min(req.max_new - len(req.output_ids), OUTPUT_ESTIMATE)
-        columns = min(req.last_column, req.known_len + self.reserve + int(self.ratio * left))
+        made = len(req.output_ids)
+        likely = int(self.ratio * min(req.max_new - made, OUTPUT_ESTIMATE))
+        columns = min(req.last_column, req.prompt_len + made + self.reserve + likely)
         return -(-columns // self.page) * self.page
 
     def _still_needed(self, req: Req) -> int:
@@ -637,16 +615,20 @@ class Scheduler:
 
     def _missing(self, req: Req, columns: int) -> int:
         """Slots, in whole pages, that a row lacks for its first `columns` columns."""
-        columns = min(columns, max(req.last_column, req.known_len))
-        return max(-(-(columns - req.columns) // self.page) * self.page, 0)
+        missing = min(columns, max(req.last_column, req.known_len)) - req.own_start - len(req.own)
+        return -(-missing // self.page) * self.page if missing > 0 else 0
 
     def _own(self, req: Req, slots: np.ndarray) -> None:
         self._writes.slots(req.row, req.columns, slots)
-        req.own.frombytes(slots.tobytes())
+        if not len(req.own):
+            req.own = slots  # most of them go to the tree at once
+        else:
+            req.own = _growing(req.own)
+            req.own.frombytes(slots.tobytes())
 
     def _make_room(self, req: Req, missing: int) -> bool:
         """Retract others until there are the slots that a row is missing. False where it has to sit this step out, or was itself retracted."""
-        while missing > self.slots.available + self.tree.evictable:
+        while missing > self._free_slots:
             if self.slots.in_limbo or any(r.leaving for r in self.running):
                 return False  # memory is on its way: it comes with the step that holds it
             victims = [r for r in self.running if r not in self._published]
@@ -687,7 +669,7 @@ class Scheduler:
         if req.row:
             self._release(req)
         if req.state == "waiting":
-            self._dequeue(req)
+            self.waiting.remove(req)
             if self.cache:
                 self.tree.leave(req.place)
         if req.leaving == "queue":
@@ -704,9 +686,9 @@ class Scheduler:
     def _release(self, req: Req) -> None:
         """Give up row, slots and lock. What was computed enters the tree, up to the last known token, unless the request was spoiled."""
         upto = min(req.computed_len, req.known_len, req.columns)  # a step may have run over what was asked for
-        count = max(upto - upto % self.page - req.own_start, 0) if self.cache and not req.spoiled else 0
-        own = np.array(req.own, np.int32)
-        if count:
+        count = upto - upto % self.page - req.own_start if self.cache and not req.spoiled else 0
+        own = np.asarray(req.own, np.int32)
+        if count > 0:
             key = req.key()[4 * req.own_start:4 * (req.own_start + count)]
             _, present = self.tree.insert(key, own[:count], below=req.node, prompt_len=req.prompt_len, priority=req.request.priority,
                                           counted_len=req.counted_len)
@@ -722,8 +704,20 @@ class Scheduler:
         self._writes.forget(req.row)
         self.rows.free(req.row)
         self.running.remove(req)
-        req.node, req.own, req.row, req.spoiled = None, array.array("i"), 0, False
+        req.node, req.own, req.row, req.spoiled = None, (), 0, False
         req.own_start = req.store_from = req.computed_len = req.pending = req.guessed = 0
+
+    def rewrite(self, req: Req, output_ids: list[int], scored: bool) -> None:
+        """Give a request that runs, and that no step holds, another output. It waits again, and finds what is computed of the common beginning in the
+        tree. scored: the logprobs of what is new are owed, as those of a prompt."""
+        same = next((i for i, (a, b) in enumerate(zip(req.output_ids, output_ids)) if a != b), min(len(req.output_ids), len(output_ids)))
+        req.key()
+        self._release(req)
+        req._key, req.output_ids = req._key[:4 * (req.prompt_len + same)], output_ids
+        if scored and same < len(output_ids):
+            req.prompt_logprobs_from, req.scored_len = req.prompt_len + same, req.known_len
+        req.leaving = "queue"
+        self._land(req)
 
     # --------------------------------------------------------------------------------------------------------------------- results back
 
@@ -733,23 +727,28 @@ class Scheduler:
         does not stay in the tree. paths: of a row's guesses those that were right, in order; guess i stood i columns behind the last known token."""
         self.slots.commit(batch.step)
         self.rows.commit(batch.step)
-        for i, (req, new, done, path) in enumerate(zip(batch.reqs, tokens, finished, paths or [()] * len(batch.reqs))):
+        columns = [batch.samples, batch.draft_lens, batch.starts + batch.q_lens]
+        for req, new, done, path, samples, draft_len, end in zip(batch.reqs, tokens, finished, paths or itertools.repeat(()),
+                                                                 *(column.tolist() for column in columns)):
             req.in_flight -= 1
-            samples, unsure = int(batch.samples[i]), int(batch.samples[i]) * req.constrained
-            req.pending, req.guessed = req.pending - samples + unsure, req.guessed - int(batch.draft_lens[i]) - unsure
-            req.computed_len += unsure * bool(new)
+            req.guessed -= draft_len
+            if samples and not req.constrained:
+                req.pending -= 1
+            elif samples:
+                req.guessed -= 1
+                req.computed_len += bool(new)
             if req.leaving != "done" and path:
-                self._accept(req, path, int(batch.draft_lens[i]))
+                self._accept(req, path, draft_len)
             if req.prompt_logprobs_from is not None:
-                owed = max(int(batch.starts[i] + batch.q_lens[i]) + 1, req.prompt_logprobs_from)
-                req.prompt_logprobs_from = owed if owed < req.prompt_len else None
+                owed = max(end + 1, req.prompt_logprobs_from)
+                req.prompt_logprobs_from = owed if owed < req.scored_len else None
             if req.leaving != "done":
                 req.output_ids.extend(new)
                 req.spoiled = req in spoiled
                 self.counters.output_tokens += len(new)
                 if done:
                     self._end(req)
-                elif req.suspect and batch.starts[i] + batch.q_lens[i] - batch.draft_lens[i] + len(path) >= req.suspect_until:
+                elif req.suspect and end - draft_len + len(path) >= req.suspect_until:
                     self._suspects.discard(req)
                     req.suspect_until, req.leaving = 0, "queue"  # it is cleared; the next one takes its turn
             if req.leaving and not req.in_flight:
@@ -762,6 +761,7 @@ class Scheduler:
             first = req.known_len - req.own_start  # of the guesses' columns
             taken = set(path)
             order = [*path, *(node for node in range(1, min(draft_len, len(req.own) - first) + 1) if node not in taken)]
+            req.own = _growing(req.own)
             here = req.own[first:first + len(order)]
             req.own[first:first + len(order)] = array.array("i", (here[node - 1] for node in order))
 
@@ -819,7 +819,7 @@ class Scheduler:
         for req in self.running:
             assert req.own_start == req.node.end and req.columns >= min(req.computed_len, req.last_column), f"{req.rid}: KV without a slot"
             assert req.node.locks > 0 or req.node.parent is None, f"{req.rid}: its path is not locked"
-        assert all(req.row == 0 and not req.own for req in self.waiting), "a waiting request holds memory"
+        assert all(req.row == 0 and not len(req.own) for req in self.waiting), "a waiting request holds memory"
         assert not self.cache or self.tree.waiting == len(self.waiting) and all(r.place.waits and r.place.request is r for r in self.waiting), \
             "the tree does not know who waits"
         leaders = sum(req.place is not None for req in self.running)

@@ -110,12 +110,15 @@ def test_insert_says_what_was_present_and_leaves_duplicates_to_the_caller():
     assert tree.slots(tree.root()).size == 0
 
 
-def test_the_tree_keeps_its_own_copy_of_slots():
-    tree, row = Tree(), np.arange(1, 9, dtype=np.int32)
-    node, _ = tree.insert(range(8), row)
-    row[:] = 0
-    tree.slots(node)[:] = 0
+def test_slots_are_handed_over_and_what_is_told_of_them_is_a_copy():
+    tree, mine = Tree(), np.arange(1, 9, dtype=np.int32)
+    node, _ = tree.insert(range(8), mine)
+    assert np.shares_memory(node.slots, mine)
+    for start in (0, 3):
+        tree.slots(node, start)[:] = 0
     assert tree.slots(node).tolist() == list(range(1, 9))
+    upper = tree.lock(tree.match(range(3)))  # a node does not keep alive what is not its own
+    assert not any(np.shares_memory(part.slots, mine) for part in (upper, node))
 
 
 def test_extend_goes_on_below_a_handle():

@@ -2,6 +2,7 @@
 
 import itertools
 import random
+import types
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from nano_sgl.policies import POLICIES, policy
 from nano_sgl.protocol import Request, RequestError, SamplingParams
 from nano_sgl.radix import Tree
 from nano_sgl.scheduler import OLDEST_AFTER, Scheduler
-from nano_sgl.waiting import WAIT_FOR_LEADER
+from nano_sgl.waiting import WAIT_FOR_LEADER, Queue
 
 
 def ids(n, start=0):
@@ -781,3 +782,25 @@ def test_random_workloads_end_and_leak_nothing(seed):
     assert all(r.state == "finished" for r in reqs)
     assert all(len(r.output_ids) == r.max_new for r in reqs if r.rid not in aborted)
     assert d.slots.available + d.tree.evictable == d.slots.capacity and d.tree.protected == 0 and (cache or d.tree.total == 0)
+
+
+def test_the_queue_keeps_the_order_of_arrival_when_requests_come_back():
+    """Against a sorted list: who is taken out from anywhere and comes back stands where it stood."""
+    rng, queue, there = random.Random(0), Queue(), []
+    away = [types.SimpleNamespace(arrival=arrival, before=None, after=None) for arrival in range(60)]
+    for _ in range(600):
+        if there and rng.random() < 0.5:
+            one = there.pop(rng.randrange(len(there)))
+            queue.remove(one)
+            away.append(one)
+        elif away:
+            one = away.pop(rng.randrange(len(away)))
+            queue.add(one)
+            there.append(one)
+        there.sort(key=lambda one: one.arrival)
+        assert list(queue) == there and len(queue) == len(there) and (not there or queue.first is there[0])
+    taken = []
+    for one in queue:  # as a policy does
+        queue.remove(one)
+        taken.append(one)
+    assert taken == there and not queue

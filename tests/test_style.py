@@ -19,7 +19,7 @@ LEVELS = {  # imports point down: a module may import those of lower levels that
     "worker": set(), "results": {"constraint", "protocol", "sampling", "scheduler", "spec"}, "engine": {"results", "config", "constraint", "events", "grammar", "jump", "masks", "worker", "protocol", "radix", "eviction", "weights", "kernels", "attention", "memory", "sampling", "model", "policies", "scheduler", "spec", "text"},
     "rules": set(), "regex": {"rules"}, "json_text": {"rules", "regex"}, "json_document": {"rules", "json_text"},
     "json_schema": {"rules", "schema", "json_text", "json_document", "json_members"}, "json_members": {"rules", "schema"}, "schema": {"rules", "regex", "free_text"}, "free_text": {"rules"}, "structural_tag": {"rules", "schema", "json_schema", "free_text"}, "vocab": {"rules"}, "nodes": {"rules"},
-    "automaton": {"nodes", "rules", "vocab"}, "tables": {"automaton", "rules", "vocab"}, "grammar": {"automaton", "tables", "json_schema", "nodes", "rules", "schema", "structural_tag", "vocab"}, "masks": {"native", "kernels"},
+    "automaton": {"nodes", "rules", "vocab"}, "tables": {"automaton", "rules", "vocab"}, "figures": {"rules", "vocab"}, "grammar": {"automaton", "figures", "tables", "json_schema", "nodes", "rules", "schema", "structural_tag", "vocab"}, "masks": {"native", "kernels"},
     "jump": {"grammar", "vocab"}, "compiler": {"grammar", "jump", "rules", "vocab"},
     "llm": {"engine", "config", "protocol", "chat", "radix"},
     "reasoning": set(), "tools": {"protocol", "reasoning"}, "api": {"protocol", "chat", "reasoning", "tools"}, "process": {"protocol"}, "server": set(MODULES) - {"__init__", "__main__", "server"},
