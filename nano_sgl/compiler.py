@@ -296,7 +296,9 @@ class Compiler:
         (grammar, state, successors), began = task, time.perf_counter()
         rows, failed = grammar.tables.rows, self._errors.get(grammar, ())
         if successors == CHAIN:
-            _attempt("the chain of a state", lambda: build_chain(grammar, state))
+            if _attempt("the chain of a state", lambda: build_chain(grammar, state, lambda: bool(self._todo.wanted))) is None:
+                with self._lock:
+                    self._todo.ahead[task] = None       # a row was wanted: that comes first
         elif successors:
             edges = _attempt("what follows a state", lambda: grammar.edges(state))
             ahead = [] if isinstance(edges, Exception) else dict.fromkeys(to & INDEX for to, _ in edges[:successors])

@@ -225,7 +225,8 @@ class Constraints:
                 at.append(i)
                 places += range(first, first + count)
             first += count
-        upload = lambda ids: torch.from_numpy(np.array(ids, np.int64)).to(self.device, non_blocking=True)
+        pin = (lambda there: there) if self.device == "cpu" else torch.Tensor.pin_memory
+        upload = lambda ids: pin(torch.from_numpy(np.array(ids, np.int64))).to(self.device, non_blocking=True)
         return [Group(self._copy(grammar.tables), upload(at), None if len(places) == first else upload(places))
                 for grammar, at, places in by_tables.values()]
 

@@ -63,6 +63,7 @@ from .protocol import Chunk, Logprob, Request, RequestError, SamplingParams, der
 from .radix import Tree, draw, view
 from .policies import POLICIES
 from .results import PromptPiece, Results, logprobs_of, to_host
+from .rules import GrammarError
 from .scheduler import Batch, Req, Scheduler
 from .text import TextStream
 from .worker import SHUTDOWN_S, Worker  # noqa: F401 (SHUTDOWN_S is for llm.py)
@@ -354,7 +355,7 @@ class Engine:
             return {}
         reqs, in_flight = [req for req in self.scheduler.running if req.decodes], bool(self.flights)
         streams = [self.streams[req.rid] for req in reqs]
-        forced = [one.constraint.forced(in_flight) if one.constraint and self.constraints.jump else 0 for one in streams]
+        forced = [one.constraint.forced(req.in_flight > 0) if one.constraint and self.constraints.jump else 0 for req, one in zip(reqs, streams)]
         chosen = self.speculation.choose(reqs, [one.record for one in streams], forced, self.scheduler.tree, in_flight)
         for req, one in zip(reqs, streams):
             if one.constraint is not None:
@@ -402,7 +403,8 @@ class Engine:
         rows.put(*writes)
         for req in batch.started:
             self.sampler.set_row(req.row, req.params, req.seed, req.prompt, req.output_ids, self.end_ids)
-        self.constraints.states[begun[0]], self.constraints.leave_at[begun[0]] = begun[1], begun[2]
+        if len(begun[0]):
+            self.constraints.states[begun[0]], self.constraints.leave_at[begun[0]] = begun[1], begun[2]
         start = rows.length[row_ids].long()                        # [B] i64
         params = self._sampling_params(batch, plan) if len(picked) else None
         step, guesses = self._place(plan, places, guessed, start)
@@ -573,6 +575,7 @@ class Engine:
                 reason = "gone"  # ended since the launch: what the step sampled for it is dropped
             elif batch.step < stream.since:
                 new = path = []
+                stream.record.dropped += 1
             elif samples and stream.ending and not missed:
                 reason = stream.ending
             elif samples:
@@ -588,7 +591,7 @@ class Engine:
                 elif stream.constraint is not None and not reason:
                     reason, error = self._follow(stream, state, missed)
                     if stream.rewrites and kept and not reason:
-                        reason = self._jump(stream)
+                        reason, error = self._jump(stream)
             elif complete and req.max_new == 0:
                 reason = "length"
             if reason and reason != "gone":
@@ -642,19 +645,33 @@ class Engine:
         self.scheduler.hold(stream.req.rid, stream.req.rid in self.constraints.held)
         return ("error", refusal(stream.req.request, error)) if error is not None else (None, None)
 
-    def _jump(self, stream: Stream) -> str | None:
-        """Append the text that a grammar forces behind a request's output, both tokenised anew: a reason, where it is the end. One more token is left
-        to be sampled. Tokens of the steps in flight are dropped."""
+    def _jump(self, stream: Stream) -> tuple[str | None, RequestError | None]:
+        """Append the text that a grammar forces behind a request's output: (finish reason, error)."""
+        try:
+            return self._retokenize(stream), None
+        except TimeoutError:
+            return "error", RequestError(SLOW_PATTERN, "stop_regex")
+        except Exception as fault:
+            if not isinstance(fault, GrammarError):
+                log.exception("request %s: its forced text failed", stream.req.rid)
+            return "error", refusal(stream.req.request, fault)
+
+    def _retokenize(self, stream: Stream) -> str | None:
+        """The output and what is forced, tokenised anew: a reason, where it is the end. One more token is left to be sampled. Tokens of the steps in
+        flight are dropped."""
         old, constraint, req = stream.unsent.output_ids, stream.constraint, stream.req
         if (made := retokenized(constraint.grammar, constraint.state, old)) is None:
             return None
-        ids, params = made[0][:max(req.max_new - 1, len(old))], stream.text.params
-        text = TextStream(self.tokenizer, params, self.end_ids, req.max_new)
+        ids, state, vocab = made[0][:max(req.max_new - 1, len(old))], made[1], constraint.grammar.vocab
+        text = TextStream(self.tokenizer, stream.text.params, self.end_ids, req.max_new)
         text.skip(stream.text)
         reason = next((why for token in ids if (why := text.push(token))), None)
         ids = ids[:text.count]
-        if len(ids) <= len(old) and not reason:
-            return None
+        if len(ids) < len(made[0]):
+            before, after = vocab.decode(old), vocab.decode(ids)
+            if not after.startswith(before) or after == before:
+                return None
+            state = constraint.grammar.step_bytes(constraint.state, after[len(before):])
         same = next((i for i, (a, b) in enumerate(zip(old, ids)) if a != b), min(len(old), len(ids)))
         stream.record.forced += max(len(ids) - len(old), 0)
         stream.text, stream.unsent.output_ids, stream.rewritten, stream.since = text, ids, list(ids), self.scheduler.step + 1
@@ -663,9 +680,6 @@ class Engine:
         elif reason:
             return reason
         stream.ending = reason
-        state, vocab = made[1], constraint.grammar.vocab
-        if len(ids) < len(made[0]):
-            state = constraint.grammar.step_bytes(constraint.state, vocab.decode(ids)[len(vocab.decode(old)):])
         self.constraints.learn(req.rid, constraint, state, False)
         self.scheduler.hold(req.rid, True)
         self._rewriting.append(stream)
@@ -674,6 +688,8 @@ class Engine:
     def _rewrite(self) -> None:
         """The scheduler gets outputs that were tokenised anew, once no step holds the requests."""
         late = [stream for stream in self._rewriting if stream.req.in_flight and self.streams.get(stream.req.rid) is stream]
+        for stream in late:
+            self.scheduler.hold(stream.req.rid, True)
         for stream in self._rewriting:
             if stream not in late and self.streams.get(stream.req.rid) is stream:
                 self.scheduler.rewrite(stream.req, stream.rewritten, stream.req.params.logprobs is not None)
@@ -720,7 +736,8 @@ class Engine:
         shown = stream.record.summary() if self.speculation is not None and self.speculation.drafters else {}
         if stream.constraint is not None:
             self.constraints.forced += stream.record.forced
-            shown |= {"forced_tokens": stream.record.forced, "jump_forward_steps_saved": stream.record.forced}
+            saved = max(stream.record.forced - stream.record.dropped, 0)
+            shown |= {"forced_tokens": stream.record.forced, "jump_forward_steps_saved": saved}
         chunk.speculation = shown or None
         self._outbox.append(chunk)
         self.constraints.forget(stream.req.rid)

@@ -23,11 +23,13 @@ Source: compressed automata of Zheng et al. (2024), SGLang, section 4 and append
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import numpy as np
 
-from .grammar import INDEX, REGISTER, Grammar, compile
+from .grammar import INDEX, MAX_ROW_S, REGISTER, Grammar, compile
+from .rules import time_limit
 from .vocab import Vocab
 
 MAX_CHAIN = 16
@@ -89,17 +91,21 @@ def canonical(text: bytes, following: int, write: Callable[[bytes], list[int]]) 
     return ids[:keep]
 
 
-def build_chain(grammar: Grammar, state: int) -> list[int]:
-    """Find the chain of a state, build the rows of its states and publish it; once. Raises GrammarError where a row cannot be built."""
+def build_chain(grammar: Grammar, state: int, pause: Callable[[], bool] = lambda: False) -> list[int] | None:
+    """Find the chain of a state, build the rows of its states and publish it; once. None where it was to pause: then it has not, and goes on where
+    it was when it is called again. Raises GrammarError where a row cannot be built."""
     index, tables = state & INDEX, grammar.tables
     if index in tables.chain_of or any(config[3] == REGISTER for config in grammar._configs[index]):
         return []
-    text, behind = grammar.forced(index)
-    with grammar.shared.lock:
-        following = grammar._alive(grammar._unpack(behind))
-    ids = canonical(text, following, lambda some: spell(grammar.vocab, some))[:MAX_CHAIN] if text else []
-    path = [index]
+    with time_limit(time.monotonic() + MAX_ROW_S):
+        text, behind = grammar.forced(index)
+        with grammar.shared.lock:
+            following = grammar._alive(grammar._unpack(behind))
+    ids = canonical(text, following, lambda some: spell(grammar.vocab, some)) if text else []
+    goes_on, ids, path = len(ids) > MAX_CHAIN, ids[:MAX_CHAIN], [index]
     for token in ids:
+        if pause():
+            return None
         after = grammar.step(path[-1], token)
         if after is None or after >> 32:
             break
@@ -108,7 +114,7 @@ def build_chain(grammar: Grammar, state: int) -> list[int]:
     ids = ids[:len(path) - 1]
     with grammar.shared.lock:
         start = tables.chain_tokens.append(np.array(ids, np.int32))
-        for i, at in enumerate(path[:-1] if ids else path):
+        for i, at in enumerate(path[:1] if goes_on or not ids else path[:-1]):      # of one that goes on, the others get longer ones of their own
             if at not in tables.chain_of:
                 tables.chain_of[at] = ids[i:]
                 tables.chains.append(np.array([[at, start + i, len(ids) - i]]))
@@ -118,7 +124,10 @@ def build_chain(grammar: Grammar, state: int) -> list[int]:
 def retokenized(grammar: Grammar, state: int, ids: list[int]) -> tuple[list[int], int] | None:
     """Jump-forward as the paper has it (appendix B): an output and the text that is forced behind it, tokenised as one text, and the state behind
     that. None where nothing is forced, or the tokenizer does not give the text back. The ids may differ from the first on."""
-    forced, behind = grammar.forced(state)
+    with time_limit(time.monotonic() + MAX_ROW_S):
+        forced, behind = grammar.forced(state)
+    if not forced:
+        return None
     before = grammar.vocab.decode(ids)
     text = (before + forced).decode(errors="ignore").encode()       # up to the last whole character
     if len(text) <= len(before) or not (before + forced).startswith(text):

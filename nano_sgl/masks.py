@@ -119,7 +119,8 @@ class DeviceTables:
         sent = self._bring_rows(tables) if len(tables.built) != self._built else 0
         if len(exits := tables.exits.since(self._left)):
             self._exits.reserve(int(exits[:, 0].max()) + 2)
-            there = torch.from_numpy(exits.copy()).to(self.device, non_blocking=True)
+            there = torch.from_numpy(exits.copy())
+            there = (there.pin_memory() if self.device.type == "cuda" else there).to(self.device, non_blocking=True)
             self._exits.data.index_copy_(0, there[:, 0].long(), there[:, 1])
             self._left += len(exits)
         return sent + (self._bring_chains(tables, chains) if len(chains) else 0)

@@ -708,11 +708,12 @@ class Scheduler:
         req.own_start = req.store_from = req.computed_len = req.pending = req.guessed = 0
 
     def rewrite(self, req: Req, output_ids: list[int], scored: bool) -> None:
-        """Give a request that runs, and that no step holds, another output. It waits again, and finds what is computed of the common beginning in the
+        """Give a request that no step holds another output. It waits again, and finds what is computed of the common beginning in the
         tree. scored: the logprobs of what is new are owed, as those of a prompt."""
         same = next((i for i, (a, b) in enumerate(zip(req.output_ids, output_ids)) if a != b), min(len(req.output_ids), len(output_ids)))
         req.key()
-        self._release(req)
+        if req.row:
+            self._release(req)
         req._key, req.output_ids = req._key[:4 * (req.prompt_len + same)], output_ids
         if scored and same < len(output_ids):
             req.prompt_logprobs_from, req.scored_len = req.prompt_len + same, req.known_len

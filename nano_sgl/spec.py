@@ -424,6 +424,7 @@ class Record:
     first: int = -1                 # the best of them
     quality: int = 0
     forced: int = 0                 # tokens of forced text that were guessed right; no other number counts them
+    dropped: int = 0                # steps whose tokens were dropped since the output was tokenised anew
     draft_s: float = 0.0            # seconds that making guesses took,
     verify_s: float = 0.0           # and the steps that verified some
 

@@ -101,6 +101,7 @@ def test_a_chain_is_forced_text_whose_states_have_rows(kind, text, whitespace):
         assert forced.startswith(grammar.vocab.decode(chain))
         if any(config[3] == REGISTER for config in grammar._configs[state]):
             assert not chain
+            continue
         at = state
         for token in chain:
             assert grammar.tables.rows[at & INDEX] is not None
@@ -311,3 +312,51 @@ def test_F133_every_mode_holds_the_schema(demo_path, api_case):
         ids = [token for token in one.output_ids if token not in ends]
         assert encode(one.text, add_special_tokens=False)[:len(ids) - 2] == ids[:-2]
     assert max(steps["draft"], steps["retokenize"]) < 0.8 * steps["off"]
+
+
+@pytest.mark.parametrize("device, depth, seed", [("inline", 0, 0), ("thread", 1, 1), ("late", 2, 2), ("thread", 1, 3)])
+@pytest.mark.parametrize("what", ["retracted", "failed"])
+def test_retokenize_whatever_happens_to_the_request(path, device, depth, seed, what):
+    """Retracted while a step holds it, or taken back after a step that failed: its output is rewritten where it waits."""
+    flags = dict(jump_forward="retokenize")
+    engine = make(path, **flags) if device == "inline" else overlapped(path, device, depth, **flags)
+    plain, rng, struck = make(path, **flags), random.Random(seed), []
+    forward = engine.model.forward
+
+    def fails(*args):
+        if rng.random() < 0.08 and len(struck) < 4:
+            struck.append(1)
+            raise RuntimeError("a step that fails")
+        return forward(*args)
+
+    def each_step(step):
+        running = [req for req in engine.scheduler.running if not req.leaving and engine.streams[req.rid].constraint]
+        if what == "retracted" and running and step % 3 == seed % 3:
+            struck.append(1)
+            engine.scheduler._retract(rng.choice(running))
+    if what == "failed":
+        engine.model.forward = fails
+    requests = requests_of(seed)
+    answers, expected = run(engine, requests, each_step), run(plain, [request(r.rid, r.prompt_ids, r.params) for r in requests])
+    assert len(struck) > 1
+    for r in requests:
+        if answers[r.rid].reason != "error":
+            same(answers[r.rid], expected[r.rid])
+    engine.shutdown()
+    plain.shutdown()
+
+
+def test_what_goes_wrong_with_forced_text_ends_that_request_alone(path, monkeypatch):
+    engine = make(path, jump_forward="retokenize")
+    real = grammars.Grammar.forced
+    calls = []
+
+    def forced(self, state):
+        calls.append(state)
+        if len(calls) == 3:
+            raise grammars.GrammarError("too ambiguous", "grammar")
+        return real(self, state)
+    monkeypatch.setattr(grammars.Grammar, "forced", forced)
+    answers = run(engine, [request(f"{i}", prompt(5, i), params(json_schema=PERSON, max_tokens=20, ignore_eos=False)) for i in range(3)])
+    assert sorted(answer.reason == "error" for answer in answers.values()) == [False, False, True]
+    engine.shutdown()
