@@ -572,7 +572,8 @@ class Choice:
     @property
     def reason(self) -> str | None:
         """Why it has ended, as OpenAI's API says it."""
-        return "tool_calls" if self.called and self.finish_reason == "stop" else self.finish_reason
+        cut = isinstance(self.stop_reason, str)     # at a stop string, maybe in the middle of a call
+        return "tool_calls" if self.called and self.finish_reason == "stop" and not cut else self.finish_reason
 
     @property
     def echo(self) -> str:

@@ -13,12 +13,14 @@ positions q may end and something else go on (*exits*, themselves a node set). T
 what follows a string's end is found again as well. If q repeats a prefix code and somebody counts, the class of a token is its state
 and the number of characters it begins.
 
-The walk. Three ways to follow a state down the tree, which differ in cost alone: position by position (a literal); as arrays of the positions that
-are alive, their children by arithmetic (a few thousand); and level by level over all positions, dead ones too, which needs no selection
-(most of a vocabulary).
+The walk. Ways to follow a state down the tree, which differ in cost alone: position by position (a literal); as lists of the positions that are
+alive, their children by arithmetic (a few thousand); and level by level over all positions, dead ones too, which needs no selection (most of a
+vocabulary): then tokens and exits are not lists, but arrays by token and by node. cpu/trie.h has all of it; the twin by numpy stands here, for
+where there is no compiler.
 
-Cost: 1.2 ms for all of 49,000 tokens, 20 us for few; a new state 30 us. Where it stops: states are not minimal, and never given back but with the
-whole. Source: Brzozowski, "Derivatives of regular expressions" (1964), as the sets of Antimirov (1996).
+Cost: 0.4 ms for all of 49,000 tokens (by numpy 1.2), 15 us for few (60); a new state 15 us. Where it stops: states are not minimal, and never given
+back but with the whole. A walk by C++ can be one of 32,767 classes, not more.
+Source: Brzozowski, "Derivatives of regular expressions" (1964), as the sets of Antimirov (1996).
 """
 
 from __future__ import annotations
@@ -33,25 +35,85 @@ from .nodes import EMPTY, Nodes, normalize, split_bytes
 from .rules import Byte, Cat, GrammarError, Or, Repeat, Rules, tick
 from .vocab import Vocab
 
-MAX_STATES = 60_000             # of an automaton, 1 KB each
+MAX_STATES = 60_000             # of an automaton, 1 KB each; less than 65,535
 SMALL = 8                       # positions that are walked one by one rather than as arrays,
 FEW = 100                       # with no more tokens below
-MANY, MANY_LEVELS = 1 / 8, 16   # a part of the vocabulary that is walked as whole levels, so far down
-DEAD = -1
+FEW_MERGED = 2048               # positions of several sets, up to which they are sorted
+MANY, MANY_LEVELS = 1 / 5, 16   # a part of the vocabulary that is walked as whole levels, so far down
+DEAD, UNKNOWN = -1, -2
+_NONE, _ONLY_EMPTY = np.zeros(0, np.int32), frozenset((EMPTY,))
 
 
 class NodeSet:
-    """Positions in the vocabulary's tree. `nodes` int32, a position may stand there more than once; of the set that a template began at, `source` is
-    the index of the position above; `count` int32 are characters begun since, None if nobody counts. `templates` begin here; `unions` with others."""
+    """Positions in the vocabulary's tree. `nodes` int32, each once and `ascending`, or not; of the set that a template began at, `source` is the
+    index of the position above; `count` int32 are characters begun since, None if nobody counts, and `most` the highest. `size` of them. `templates`
+    begin here; `unions` with others; `parts`: some of them, by (lowest, highest count).
 
-    __slots__ = ("nodes", "source", "count", "templates", "unions", "_kids", "_index")
+    A good part of all positions is kept as `members` int16 by node, the count or 0, -1 if it is none of them; the columns are made when they are
+    asked for."""
 
-    def __init__(self, nodes: np.ndarray, source: np.ndarray | None = None, count: np.ndarray | None = None):
-        self.nodes, self.source, self.count = nodes, source, count
+    __slots__ = ("size", "ascending", "members", "templates", "unions", "parts", "_nodes", "_source", "_count", "_most", "_counted", "_above",
+                 "_kids", "_index")
+
+    def __init__(self, nodes: np.ndarray, source: np.ndarray | None = None, count: np.ndarray | None = None, ascending: bool = False):
+        self.size, self.ascending, self.members, self._counted, self._above = nodes.size, ascending, None, count is not None, None
+        self._nodes, self._source, self._count, self._most = nodes, source, count, None
         self.templates: dict[tuple[int, bool], Template] = {}
         self.unions: dict[tuple[int, ...], tuple[NodeSet, list[NodeSet]]] = {}
+        self.parts: dict[tuple[int, int], NodeSet] = {}
         self._kids: tuple | None = None
         self._index: np.ndarray | None = None           # node -> where it stands in `nodes`, -1; empty if one stands there twice
+
+    @classmethod
+    def by_node(cls, members: np.ndarray, size: int, counted: bool, most: int, above: tuple[NodeSet | None, np.ndarray] | None) -> NodeSet:
+        """From `members`. above: of each node the source; or the set that a template began at, and the node of each one's source; None: it began at
+        one."""
+        found = cls(_NONE, ascending=True)
+        found.members, found.size, found._nodes, found._counted, found._most, found._above = members, size, None, counted, most, above
+        return found
+
+    @property
+    def nodes(self) -> np.ndarray:
+        if self._nodes is None:
+            self._nodes = np.flatnonzero(self.members >= 0).astype(np.int32)
+        return self._nodes
+
+    @property
+    def source(self) -> np.ndarray:
+        if self._source is None:
+            self._source = np.zeros(self.size, np.int32) if self._above is None else _sources(self._above, self.nodes)
+        return self._source
+
+    @property
+    def count(self) -> np.ndarray | None:
+        if self._count is None and self._counted:
+            self._count = self.members[self.nodes].astype(np.int32)
+        return self._count
+
+    @property
+    def most(self) -> int:
+        if self._most is None:
+            self._most = int(self._count.max()) if self._counted and self.size else 0
+        return self._most
+
+    @property
+    def nbytes(self) -> int:
+        """What it takes, at most."""
+        by_node = (self.members, self._above and self._above[1])
+        return 12 * self.size + sum(array.nbytes for array in by_node if array is not None)
+
+    def within(self, low: int, high: int) -> NodeSet:
+        """Those whose count is low to high, low >= 0."""
+        if self.members is None:
+            ok = (self.count >= low) & (self.count <= high)
+            return self if ok.all() else NodeSet(self.nodes[ok], self.source[ok], self.count[ok], self.ascending)
+        nodes = np.flatnonzero((self.members >= low) & (self.members <= high)).astype(np.int32)
+        source = np.zeros(nodes.size, np.int32) if self._above is None else _sources(self._above, nodes)
+        return self if nodes.size == self.size else NodeSet(nodes, source, self.members[nodes].astype(np.int32), True)
+
+    def places(self, nodes: np.ndarray) -> np.ndarray:
+        """Where some nodes stand in `nodes`, which is sorted."""
+        return np.searchsorted(self.nodes, nodes).astype(np.int32)
 
     def kids(self, vocab: Vocab, bytes_: list[int]) -> tuple[np.ndarray, np.ndarray]:
         """(children with one of the bytes, index of the parent of each)."""
@@ -75,13 +137,12 @@ class NodeSet:
             return kids[ranges[0]], parent[ranges[0]]
         return (np.concatenate([kids[r] for r in ranges]), np.concatenate([parent[r] for r in ranges])) if ranges else (kids[:0], parent[:0])
 
-
     def _by_byte(self, vocab: Vocab, bytes_: list[int]) -> tuple[np.ndarray, np.ndarray] | None:
         """The same from the bytes' side, if few nodes have them: is the parent one of ours?"""
-        if sum(vocab.byte_starts[byte + 1] - vocab.byte_starts[byte] for byte in bytes_) > self.nodes.size:
+        if sum(vocab.byte_starts[byte + 1] - vocab.byte_starts[byte] for byte in bytes_) > self.size:
             return None
         if self._index is None:
-            index, places = np.full(vocab.byte.size, DEAD, np.int32), np.arange(self.nodes.size, dtype=np.int32)
+            index, places = np.full(vocab.byte.size, DEAD, np.int32), np.arange(self.size, dtype=np.int32)
             index[self.nodes] = places
             self._index = index if (index[self.nodes] == places).all() else index[:0]
         if not self._index.size:
@@ -93,15 +154,72 @@ class NodeSet:
 
 
 class Template:
-    """What becomes of a state below a node set. `tokens` int32 that end inside, `classes[cls[i]]` = (state, characters begun) there,
-    `source` the index of the position each began at (None: there is one); `exits` where the state may end and tokens go on. `exact`: from whichever
-    source."""
+    """What becomes of a state below a node set. `size` tokens end inside: `tokens` int32, `classes[cls[i]]` = (state, characters begun) there,
+    `source` the index of the position each began at (None: there is one); the same by token is `map`, a class more, with `sizes`. `exits` where the
+    state may end and tokens go on. `unique`: each token is there once; `exact`: from whichever source."""
 
-    __slots__ = ("number", "tokens", "cls", "classes", "source", "exits", "exact")
+    __slots__ = ("number", "size", "classes", "exits", "exact", "_unique", "_tokens", "_cls", "_source", "_map", "_sizes", "_above", "_vocab")
 
-    def __init__(self, number, tokens, cls, classes, source, exits, exact):
-        self.number, self.tokens, self.cls, self.classes = number, tokens, cls, classes
-        self.source, self.exits, self.exact = source, exits, exact
+    def __init__(self, vocab: Vocab, number: int, tokens, cls, classes: list[tuple[int, int]], source, exits: NodeSet | None, exact: bool = True,
+                 unique: bool | None = None):
+        self.number, self.size, self.classes, self.exits, self.exact = number, tokens.size, classes, exits, exact
+        self._tokens, self._cls, self._source, self._map, self._sizes, self._above, self._vocab = tokens, cls, source, None, None, None, vocab
+        self._unique = True if source is None else unique
+
+    @classmethod
+    def by_token(cls, vocab: Vocab, number: int, map_: np.ndarray, sizes: np.ndarray, classes: list[tuple[int, int]], exits: NodeSet | None,
+                 above: tuple[NodeSet | None, np.ndarray] | None) -> Template:
+        """From a map. above: as of `NodeSet.by_node`."""
+        found = cls(vocab, number, _NONE, _NONE, classes, None, exits)
+        found.size, found._tokens, found._map, found._sizes, found._above = map_.size - int(sizes[0]), None, map_, sizes, above
+        return found
+
+    @property
+    def tokens(self) -> np.ndarray:
+        if self._tokens is None:
+            self._tokens = np.flatnonzero(self._map).astype(np.int32)
+        return self._tokens
+
+    @property
+    def cls(self) -> np.ndarray:
+        if self._tokens is None or self._cls is _NONE:
+            self._cls = self._map[self.tokens].astype(np.int32) - 1
+        return self._cls
+
+    @property
+    def source(self) -> np.ndarray | None:
+        if self._source is None and self._above is not None:
+            self._source = _sources(self._above, self._vocab.node_of[self.tokens])
+        return self._source
+
+    @property
+    def unique(self) -> bool:
+        """Below positions of which one is inside the other it may not be."""
+        if self._unique is None:
+            seen = np.zeros(self._vocab.size, bool)
+            seen[self._tokens] = True
+            self._unique = int(seen.sum()) == self.size
+        return self._unique
+
+    @property
+    def map(self) -> tuple[np.ndarray, np.ndarray]:
+        """(class + 1 of each token, 0: none, int16 [V]; how many tokens each has)."""
+        if self._map is None:
+            self._map = np.zeros(self._vocab.size, np.int16)
+            self._map[self._tokens] = self._cls + 1
+            self._sizes = np.bincount(self._cls + 1, minlength=len(self.classes) + 1)
+            self._sizes[0] = self._vocab.size - self.size
+        return self._map, self._sizes
+
+    @property
+    def nbytes(self) -> int:
+        """What it takes, with its exits."""
+        return 600 + 8 * self.size + (0 if self._map is None else self._map.nbytes) + (0 if self.exits is None else self.exits.nbytes)
+
+
+def _sources(above: tuple[NodeSet | None, np.ndarray], nodes: np.ndarray) -> np.ndarray:
+    starts, of_node = above
+    return of_node[nodes] if starts is None else starts.places(of_node[nodes])
 
 
 @lru_cache(4096)
@@ -119,6 +237,16 @@ def spread(vocab: Vocab, nodes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return (vocab.child0[nodes] - before.astype(np.int32))[parent] + np.arange(parent.size, dtype=np.int32), parent
 
 
+def union(vocab: Vocab, sets: list[np.ndarray]) -> np.ndarray:
+    """All nodes of some arrays, ascending, each once."""
+    if sum(nodes.size for nodes in sets) < FEW_MERGED:
+        return np.unique(np.concatenate([_NONE, *sets]))
+    seen = np.zeros(vocab.byte.size, bool)
+    for nodes in sets:
+        seen[nodes] = True
+    return np.flatnonzero(seen).astype(np.int32)
+
+
 class Automaton:
     """Nodes, states and templates of one vocabulary, shared by all its grammars. `accepts[q]`: may end here; `goes_on[q]`: not only that."""
 
@@ -127,12 +255,14 @@ class Automaton:
         self.members: list[frozenset[int]] = []
         self.accepts: list[bool] = []
         self.goes_on: list[bool] = []
-        self.moves: list[dict[int, int] | None] = []    # byte -> state, once expanded
         self.alive: list[int] = []                      # the bytes it moves on, as a mask, once expanded
-        self.delta = np.full((65, 256), DEAD, np.int32)  # one row more than states: its last is what DEAD, as an index, meets
+        self._moves: dict[int, dict[int, int]] = {}     # byte -> state, of those that were asked for
+        self.delta = np.full((65, 256), UNKNOWN, np.int32)  # one row more than states: its last is what DEAD, as an index, meets
+        self.delta[-1] = DEAD
         self._flags = np.zeros((2, 65), bool)           # accepts, expanded; of DEAD, too
         self._flags[1, -1] = True
         self._ids: dict[frozenset[int], int] = {}
+        self.expand(self.state(()))                     # state 0: nothing can follow, nor end here
         self.root = NodeSet(np.zeros(1, np.int32))
         self.template_bytes, self._number = 0, itertools.count().__next__
 
@@ -145,31 +275,38 @@ class Automaton:
             if q >= MAX_STATES:
                 raise GrammarError(f"more than {MAX_STATES} states", "grammar")
             if q == len(self.delta) - 1:
-                self.delta = np.concatenate([self.delta[:q], np.full((q + 1, 256), DEAD, np.int32)])
-                self._flags = np.concatenate([self._flags[:, :q], np.zeros((2, q), bool), self._flags[:, q:]], 1)
+                self.delta = np.concatenate([self.delta[:q], np.full((min(q, MAX_STATES + 1 - q), 256), UNKNOWN, np.int32), self.delta[q:]])
+                self._flags = np.concatenate([self._flags[:, :q], np.zeros((2, len(self.delta) - 1 - q), bool), self._flags[:, q:]], 1)
             self.members.append(members)
-            self.accepts.append(any(self.nodes.nullable[node] for node in members))
-            self.goes_on.append(any(node != EMPTY for node in members))
-            self.moves.append(None)
+            accepts = any([self.nodes.nullable[node] for node in members])
+            self.accepts.append(accepts)
+            self._flags[0, q] = accepts
+            self.goes_on.append(members != _ONLY_EMPTY)
             self.alive.append(0)
-            self._flags[0, q] = self.accepts[q]
             tick()
         return q
 
-    def expand(self, q: int) -> dict[int, int]:
-        """Fill the state's row of `delta`; byte -> state."""
-        if self.moves[q] is None:
-            parts = split_bytes(arc for node in self.members[q] for arc in self.nodes.linear(node))
-            targets = [(mask, self.state(nodes)) for mask, nodes in parts]
-            row, moves = self.delta[q], {}
-            row[:] = DEAD
-            for mask, to in targets:
-                self.alive[q] |= mask
-                bits, listed = bits_of(mask)
-                row[bits] = to
-                moves.update(dict.fromkeys(listed, to))
-            self.moves[q], self._flags[1, q] = moves, True
-        return self.moves[q]
+    def expand(self, q: int) -> None:
+        """Fill the state's row of `delta`."""
+        if self._flags[1, q]:
+            return
+        parts = split_bytes([arc for node in self.members[q] for arc in self.nodes.linear(node)])
+        targets = [(mask, self.state(nodes)) for mask, nodes in parts]
+        row, alive = self.delta[q], 0
+        row.fill(DEAD)
+        for mask, to in targets:
+            alive |= mask
+            row[bits_of(mask)[0]] = to
+        self.alive[q], self._flags[1, q] = alive, True
+
+    def moves(self, q: int) -> dict[int, int]:
+        """byte -> state."""
+        found = self._moves.get(q)
+        if found is None:
+            self.expand(q)
+            bits, listed = bits_of(self.alive[q])
+            found = self._moves[q] = dict(zip(listed, self.delta[q, bits].tolist()))
+        return found
 
     def template(self, q: int, starts: NodeSet, counted: bool, marks: np.ndarray | None = None) -> Template:
         """What becomes of q below the positions. `counted`: q repeats a prefix code; how often it begins again is part of the class. Of positions
@@ -180,7 +317,7 @@ class Automaton:
             if marks is not None and not found.exact:
                 return found
             starts.templates[q, counted] = found
-            self.template_bytes += 600 + found.tokens.nbytes + found.cls.nbytes + (found.exits.nodes.nbytes * 3 if found.exits else 0)
+            self.template_bytes += found.nbytes
         return found
 
     def merged(self, sets: list[NodeSet]) -> NodeSet:
@@ -188,17 +325,27 @@ class Automaton:
         key = tuple(map(id, sets))
         known = sets[0].unions.get(key)
         if known is None:
-            seen = np.zeros(self.vocab.byte.size, bool)
-            for each in sets:
-                seen[each.nodes] = True
-            known = sets[0].unions[key] = NodeSet(np.flatnonzero(seen).astype(np.int32)), sets    # which keeps the ids from being used again
+            known = NodeSet(union(self.vocab, [each.nodes for each in sets]), ascending=True), sets     # which keeps the ids from being used again
+            sets[0].unions[key] = known
             self.template_bytes += known[0].nodes.nbytes
         return known[0]
 
+    def within(self, exits: NodeSet, low: int, high: int) -> NodeSet:
+        """Those whose count is low to high. Remembered, likewise."""
+        if low <= 0 and exits.most <= high:
+            return exits
+        known = exits.parts.get((low, high))
+        if known is None:
+            known = exits.parts[low, high] = exits.within(max(low, 0), high)
+            self.template_bytes += known.nbytes
+        return known
+
     def _walk(self, q: int, starts: NodeSet, counted: bool, marks: np.ndarray | None) -> Template:
-        moves = self.expand(q)
+        self.expand(q)
         loop = q if counted and self.accepts[q] else self._loop(q) if counted else DEAD
-        nodes, source = starts.kids(self.vocab, list(moves))
+        if self.vocab.walker is not None:
+            return self._walk_native(q, starts, loop, marks)
+        nodes, source = starts.kids(self.vocab, bits_of(self.alive[q])[1])
         states = self.delta[q][self.vocab.byte[nodes]]
         alive = np.flatnonzero(states >= 0)
         alive = alive[np.argsort(nodes[alive])]
@@ -233,8 +380,6 @@ class Automaton:
 
     def _walk_nested(self, nodes, states, source, count, loop, marks) -> tuple:
         """The same from positions below each other: depth by depth, so that what meets in a state goes on once."""
-        if self.vocab.walker is not None:
-            return self._walk_several(nodes, states, source, count, loop, marks)
         first, levels = (nodes, states, source, count), []
         here = tuple(None if column is None else column[:0] for column in first)
         for start, stop in zip(self.vocab.levels[1:], self.vocab.levels[2:]):
@@ -253,30 +398,9 @@ class Automaton:
                 here = self._grow(*here, loop)
         return _stacked(levels)
 
-    def _walk_several(self, nodes, states, source, count, loop, marks) -> tuple:
-        """The same by C++."""
-        vocab, room = self.vocab, 4 * nodes.size + 4096
-        marks = None if marks is None else np.ascontiguousarray(marks, np.int32)
-        while True:
-            items, head, size = np.empty((room, 5), np.int32), np.full(vocab.byte.size, -1, np.int32), np.array([nodes.size])
-            given = items[: nodes.size]
-            given[:, 0], given[:, 1], given[:, 2], given[:, 3], given[:, 4] = nodes, states, source, 0 if count is None else count, -1
-            for i in np.flatnonzero(nodes[1:] == nodes[:-1]).tolist():      # they are sorted
-                given[i + 1, 4] = i
-            head[nodes] = np.arange(nodes.size)                             # the last one of each
-            at = int(nodes[0])
-            while 0 <= (at := vocab.walker.walk_several(self.delta, self._flags[1], loop, at, items, size, head, marks)) < vocab.byte.size:
-                self._expand_all(items[: size[0]][items[: size[0], 0] == at, 1])
-            if at >= 0:
-                found = items[: size[0]]
-                return found[:, 0], found[:, 1], found[:, 2], None if count is None else found[:, 3]
-            room *= 4
-
     def _walk_many(self, starts: NodeSet, nodes, states, source, count, loop) -> Template:
         """The same where a good part of the vocabulary is reached: for every node of a level, by its parent's state, dead ones too. No position lies
         below another, and they are sorted."""
-        if self.vocab.walker is not None:
-            return self._walk_native(starts, nodes, states, source, count, loop)
         vocab, size = self.vocab, self.vocab.byte.size
         here = [states, source, count]
         reached = [np.full(size + 1, DEAD, np.int32), np.zeros(size + 1, np.int32), np.zeros(size + 1, np.int32)]     # of every node, and of none
@@ -306,20 +430,36 @@ class Automaton:
         exits = NodeSet(ends, of_source[ends], None if count is None else of_count[ends]) if ends.size else None
         return self._template(tokens, key, count is not None, of_source.take(at) if starts.nodes.size > 1 else None, exits)
 
-    def _walk_native(self, starts: NodeSet, nodes, states, source, count, loop) -> Template:
-        """The same by C++, in one pass over the tree."""
-        vocab, walker = self.vocab, self.vocab.walker
-        of_state = np.full(vocab.byte.size + 1, DEAD, np.int32)
-        of_source, of_count = (None if values is None else np.zeros_like(of_state) for values in (source if starts.nodes.size > 1 else None, count))
-        _scatter([column for column in (of_state, of_source, of_count) if column is not None], nodes,
-                 [values for values, column in ((states, of_state), (source, of_source), (count, of_count)) if column is not None])
-        at = int(nodes[0])
-        while (at := walker.walk(self.delta, self._flags[1], loop, at, of_state, of_source, of_count)) < vocab.byte.size:
-            self.expand(int(of_state[vocab.parent[at]]))
-        tokens, cls, origins, keys, ends = walker.collect(self._flags[0], of_state, of_source, of_count)
-        exits = NodeSet(ends, np.zeros_like(ends) if of_source is None else of_source[ends], None if count is None else of_count[ends])
-        classes = [divmod(key, 4096) if count is not None else (key, 0) for key in keys]
-        return Template(self._number(), tokens, cls, classes, origins, exits if ends.size else None, True)
+    def _walk_native(self, q: int, starts: NodeSet, loop: int, marks: np.ndarray | None) -> Template:
+        """The same by C++."""
+        vocab, walker, number, counted = self.vocab, self.vocab.walker, self._number(), loop != DEAD
+        members = starts.members if marks is None else None
+        with walker.lock:
+            if members is None:
+                walker.begin(q, loop, starts.nodes, starts.ascending, None if marks is None else np.ascontiguousarray(marks, np.int32), MANY)
+            else:
+                walker.begin_inside(q, loop, members, starts.size, MANY)
+            try:
+                while unknown := walker.go(self.delta, self._flags):
+                    for state in unknown:
+                        self.expand(state)
+            except OverflowError:
+                raise GrammarError("a state of the grammar leads to more than 32,767 others", "grammar") from None
+            swept = walker.is_swept
+            found = walker.swept() if swept else walker.listed()
+        if swept:
+            map_, sizes, keys, exits, num_exits, most, of_node = found
+        else:
+            (tokens, cls, source), keys, (nodes, above, count), repeated, dropped = found
+            if members is not None:
+                source, above = starts.places(source), starts.places(above)
+        classes = [divmod(key, 4096) for key in keys] if counted else [(key, 0) for key in keys]
+        if not swept:
+            exits = NodeSet(nodes, above, count if counted else None, starts.size == 1) if nodes.size else None
+            return Template(vocab, number, tokens, cls, classes, source if starts.size > 1 else None, exits, not dropped, None if repeated else True)
+        above = None if of_node is None else (starts if members is not None else None, of_node)
+        exits = NodeSet.by_node(exits, num_exits, counted, most, above) if num_exits else None
+        return Template.by_token(vocab, number, map_, sizes, classes, exits, above)
 
     def _expand_all(self, states: np.ndarray) -> None:
         fresh = self._flags[1].take(states)
@@ -336,7 +476,7 @@ class Automaton:
         """The state between two items, of a state inside of one."""
         seen, todo = {q}, [q]
         while todo:
-            for to in self.expand(todo.pop()).values():
+            for to in self.moves(todo.pop()).values():
                 if self.accepts[to]:
                     return to
                 if to not in seen:
@@ -353,7 +493,7 @@ class Automaton:
         for node, state, origin, begun in work:     # grows while it is read
             n = kids[node]
             if n:
-                moves = self.moves[state] or self.expand(state)
+                moves = self.moves(state)
                 begun += state == loop
                 at = child0[node]
                 if len(moves) < n:
@@ -383,7 +523,7 @@ class Automaton:
 
     def _template(self, tokens, key, counted: bool, source, exits: NodeSet | None, exact: bool = True) -> Template:
         values, cls = distinct(key)
-        return Template(self._number(), tokens, cls, [divmod(v, 4096) if counted else (v, 0) for v in values], source, exits, exact)
+        return Template(self.vocab, self._number(), tokens, cls, [divmod(v, 4096) if counted else (v, 0) for v in values], source, exits, exact)
 
 
 def _stacked(parts: list[tuple]) -> tuple:
@@ -404,21 +544,17 @@ def _disjoint(vocab: Vocab, nodes: np.ndarray) -> bool:
 
 
 def distinct(keys: np.ndarray) -> tuple[list[int], np.ndarray]:
-    """(distinct keys, index of each key among them); no sorting of long arrays with few keys."""
-    if keys.size < 4096:
+    """(distinct keys, index of each key among them); no sorting where they lie close together."""
+    low, high = (int(keys.min()), int(keys.max())) if keys.size else (0, 0)
+    span = high - low + 1
+    if span > min(16 * keys.size + 4096, 1 << 22):
         values, at = np.unique(keys, return_inverse=True)
         return values.tolist(), at.astype(np.int32)
-    low = int(keys.min())
-    span = int(keys.max()) - low + 1
-    if span > 1 << 22:
-        values, at = np.unique(keys, return_inverse=True)
-        return values.tolist(), at.astype(np.int32)
-    seen = np.zeros(span, bool)
-    seen[keys - low] = True
-    values = np.flatnonzero(seen)
-    rank = np.zeros(span, np.int32)
+    keys, rank = keys - low, np.zeros(span, np.int32)
+    rank[keys] = 1
+    values = np.flatnonzero(rank)
     rank[values] = np.arange(values.size, dtype=np.int32)
-    return (values + low).tolist(), rank[keys - low]
+    return (values + low).tolist(), rank[keys]
 
 
 def _demo() -> None:
@@ -431,7 +567,7 @@ def _demo() -> None:
         (whole,) = normalize(automaton.nodes, Rules({"root": text}, "root"))[0].values()
         _, piece, _ = automaton.nodes.keys[automaton.nodes.cut(whole)]     # the string's start and loop, and its end
         q = automaton.state([automaton.nodes.keys[piece][1]])
-        path = [q := automaton.expand(q)[byte] for byte in b'"' + word + b'": "']
+        path = [q := automaton.moves(q)[byte] for byte in b'"' + word + b'": "']
         print(f'"{word.decode()}": "  goes through states {path}')
     found = automaton.template(path[-1], automaton.root, counted=True)
     for token, cls in zip(found.tokens.tolist(), found.cls.tolist()):

@@ -30,24 +30,25 @@ Invariants. Every state has a completion over the bytes that tokens have. States
 Tables for all grammars of a vocabulary, so that a batch of different grammars is one gather. What has the same top and was pushed at the same time
 is one stack.
 
-Cost: a row that exists one list index; a new one 0.1 to 1 ms, 2 to 4 if a large template is new, too; hundreds if words of any length may be split
-anywhere, `(\\w{1,20} ?){1,9}`. Where it stops: tables are given back only all at once (`Shared.full`: compile begins new ones, the old grammars keep
-theirs); a grammar that can be read in more than MAX_READINGS ways at once, or takes MAX_ROW_S for a row, raises GrammarError when it gets there; a
-token's text is taken to be its bytes, whatever stands before it.
+Cost: a row that exists one list index; a new one 0.1 to 0.6 ms, 1 to 2 if a large template is new, too (by numpy twice that); hundreds if words of
+any length may be split anywhere, `(\\w{1,20} ?){1,9}`. Where it stops: tables are given back only all at once (`Shared.full`: compile begins new
+ones, the old grammars keep theirs); a grammar that can be read in more than MAX_READINGS ways at once, or takes MAX_ROW_S for a row, raises
+GrammarError when it gets there; a token's text is taken to be its bytes, whatever stands before it.
 Source: Tomita's graph-structured stacks (1985); tables over tokens after Willard and Louf (2023); tokens that need no look at the stack after
 XGrammar (Dong et al. 2024).
 """
 
 from __future__ import annotations
 
+import argparse
 import threading
 import time
 from collections.abc import Sequence
 
 import numpy as np
 
-from . import json_schema, schema, structural_tag  # noqa: F401 (two of them register themselves)
-from .automaton import Automaton, NodeSet, Template, distinct
+from . import figures, json_schema, schema, structural_tag  # noqa: F401 (two of them register themselves)
+from .automaton import Automaton, NodeSet, Template, distinct, union
 from .nodes import COMPARED, DONE, NEVER, Stacks, normalize
 from .rules import Byte, Cat, GrammarError, Ref, Repeat, Rules, tick, time_limit
 from .tables import ADD_SHIFT, COUNT_SHIFT, INDEX, KEEP, MORE, Row, Tables, join_maps
@@ -607,7 +608,7 @@ class _RowBuilder:
         before = [(other, more) for below, other, more in done[-COMPARED:] if self.grammar._stacks.covers(below, stack)]
         if not before:
             return stack, starts, xs
-        gone = self._always(before)[starts.nodes]
+        gone = np.isin(starts.nodes, self._always(before))
         if xs is not None:
             nodes, more = self._conditional(before)
             if self.low > 1:
@@ -621,11 +622,8 @@ class _RowBuilder:
         return stack, NodeSet(starts.nodes[~gone], ascending=starts.ascending), None if xs is None else xs[~gone]
 
     def _always(self, sources: list[tuple[NodeSet, np.ndarray | None]]) -> np.ndarray:
-        """Which positions are in one of the sets without a condition: bool [nodes]."""
-        seen = np.zeros(self.tables.vocab.byte.size, bool)
-        for starts, xs in sources:
-            seen[starts.nodes if xs is None else starts.nodes[xs < 0]] = True
-        return seen
+        """The positions that are in one of the sets without a condition, ascending, each once."""
+        return union(self.tables.vocab, [starts.nodes if xs is None else starts.nodes[xs < 0] for starts, xs in sources])
 
     def _conditional(self, sources: list[tuple[NodeSet, np.ndarray | None]]) -> tuple[np.ndarray, np.ndarray]:
         """(positions, the x of each) in one of the sets with a condition."""
@@ -642,7 +640,7 @@ class _RowBuilder:
             return self.automaton.merged(free), None
         always = self._always(sources)
         nodes, xs = self._conditional(sources)
-        left = ~always[nodes]                       # what always holds needs no condition
+        left = np.isin(nodes, always, invert=True)  # what always holds needs no condition
         nodes, xs = nodes[left], xs[left]
         if not nodes.size and len(free) == 1 and free[0].ascending:
             return free[0], None
@@ -654,10 +652,9 @@ class _RowBuilder:
                 needed = np.diff(nodes, prepend=-1) > 0
                 needed[1:] |= xs[:-1] < 1
                 nodes, xs = nodes[needed], xs[needed]
-        held = np.flatnonzero(always).astype(np.int32)
         if not nodes.size:
-            return NodeSet(held, ascending=True), None
-        return NodeSet(np.concatenate([held, nodes])), np.concatenate([np.full(held.size, -1, np.int32), xs])
+            return NodeSet(always, ascending=True), None
+        return NodeSet(np.concatenate([always, nodes])), np.concatenate([np.full(always.size, -1, np.int32), xs])
 
     def _later(self, configs, starts: NodeSet, xs: np.ndarray | None) -> None:
         for q, stack, loop, count in configs:
@@ -755,10 +752,9 @@ class _RowBuilder:
         """(tokens, sorted and each once; their values)."""
         if not self.sparse:
             return np.zeros(0, np.int32), np.zeros(0, np.int64)
-        tokens, values = (np.concatenate(column) for column in zip(*self.sparse))
-        order = np.argsort(tokens, kind="stable")
-        order = order[values[order] != 0]
-        tokens, values = tokens[order], values[order]
+        keys = np.sort(np.concatenate([tokens.astype(np.int64) << 32 | values for tokens, values in self.sparse]))
+        keys = keys[(np.diff(keys, prepend=-1) > 0) & (keys & INDEX != 0)]
+        tokens, values = keys >> 32, keys & INDEX
         while (again := np.flatnonzero(tokens[1:] == tokens[:-1]) + 1).size:    # two by two: of many readings, no long set is made often
             first = np.flatnonzero(np.concatenate([[True], tokens[1:] != tokens[:-1]]))
             rank = np.arange(tokens.size) - np.repeat(first, np.diff(np.append(first, tokens.size)))
@@ -769,8 +765,9 @@ class _RowBuilder:
         return tokens, values
 
     def _join(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
-        keys, at = distinct(a << 32 | b)
-        return np.array([self.grammar._join(key >> 32, key & INDEX) for key in keys], np.int64)[at]
+        known = len(self.grammar._values)
+        keys, at = distinct(a * known + b)
+        return np.array([self.grammar._join(*divmod(key, known)) for key in keys], np.int64)[at]
 
 
 def _demo() -> None:
@@ -796,5 +793,29 @@ def _demo() -> None:
     print(f"{built} rows, {grammar.tables.nbytes} bytes of tables; accepting: {grammar.is_accepting(state)}")
 
 
+def _main(argv: Sequence[str] | None = None) -> None:
+    """Draw a grammar's automaton over bytes; without one, the demo."""
+    parser = argparse.ArgumentParser(description=_main.__doc__)
+    parser.add_argument("text", nargs="?", help="a JSON schema, rules (with ::=), or a regex; none: a demo")
+    parser.add_argument("--kind", choices=("json_schema", "ebnf", "regex"), help="how to read it, if not as it looks")
+    parser.add_argument("--layout", default="fixed", choices=("fixed", "compact", "flexible"), help="of JSON")
+    parser.add_argument("--tokenizer", help="a tokenizer.json, whose tokens are looked at; by default the demo model's")
+    parser.add_argument("--states", type=int, default=40, help="to draw at most (40)")
+    args = parser.parse_args(argv)
+    if args.text is None:
+        return _demo()
+    is_object = args.text.lstrip()[:1] == "{" and args.text.lstrip("{ \t\n")[:1] in ('"', "}")
+    kind = args.kind or ("json_schema" if is_object else "ebnf" if "::=" in args.text else "regex")
+    vocab, name = figures.find_vocab(args.tokenizer)
+    try:
+        made = compile(kind, args.text, vocab, whitespace=args.layout)
+    except GrammarError as error:
+        parser.error(f"{kind}: {error}")
+    following = lambda state: made._alive(made._unpack(state))  # noqa: E731
+    machine = figures.explore(made.start, following, lambda state, byte: made.step_bytes(state, bytes([byte])), made.is_accepting,
+                              lambda state: state & INDEX, limit=50 * args.states)
+    print(f"{kind} {args.text}\n\n{figures.draw(machine, vocab.tokens, name, args.states)}")
+
+
 if __name__ == "__main__":
-    _demo()
+    _main()

@@ -129,22 +129,14 @@ void nano_walk(const Grammars* g, const int64_t* roots, const int64_t* tokens, c
     }
 }
 
+int nano_trie_walk(Walk* w) { return walk(*w); }
+
+int64_t nano_join_maps(const int16_t* a, const int16_t* b, int64_t size, int64_t classes_a, int64_t classes_b, int16_t* out, int32_t* sizes,
+                       int64_t* keys) {
+    return join(a, b, size, classes_a, classes_b, out, sizes, keys);
+}
+
 // Row rows[i] of logits, `stride` floats apart and as many to mask, by states[i]; rows null: row i. Few rows go in blocks, so that all threads work.
-int64_t nano_trie_walk(const Trie* trie, const int32_t* delta, const uint8_t* expanded, int32_t loop, int64_t from, int32_t* state, int32_t* source,
-                       int32_t* count) {
-    return trie_walk(*trie, delta, expanded, loop, from, state, source, count);
-}
-
-int64_t nano_trie_walk_several(const Trie* trie, const int32_t* delta, const uint8_t* expanded, int32_t loop, int64_t from, int32_t* items,
-                               int64_t* size, int64_t room, int32_t* head, const int32_t* marks) {
-    return trie_walk_several(*trie, delta, expanded, loop, from, (Item*)items, size, room, head, marks);
-}
-
-void nano_trie_collect(const Trie* trie, const uint8_t* accepts, const int32_t* state, const int32_t* source, const int32_t* count, int32_t* tokens,
-                       int32_t* cls, int32_t* sources, int64_t* keys, int32_t* exits, int64_t* sizes) {
-    trie_collect(*trie, accepts, state, source, count, tokens, cls, sources, keys, exits, sizes);
-}
-
 void nano_mask(const Grammars* g, float* logits, int64_t stride, const int64_t* rows, const int64_t* states, int64_t n, int threads) {
     const int64_t blocks = std::clamp<int64_t>(2 * threads / std::max<int64_t>(n, 1), 1, up(stride, MASK_BLOCK) / MASK_BLOCK);
     const int64_t size = up(up(stride, blocks) / blocks, 16);

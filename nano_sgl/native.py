@@ -31,6 +31,7 @@ import shlex
 import shutil
 import subprocess
 import tempfile
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -82,10 +83,15 @@ class Grammars(ctypes.Structure):
                 *((name, _I) for name in ("map_stride", "last_state", "size", "num_ends"))]
 
 
-class Trie(ctypes.Structure):
-    """The tree of a vocabulary, for automaton.py; see cpu/trie.h."""
+class Walk(ctypes.Structure):
+    """A walk of a vocabulary's tree, for automaton.py; see cpu/trie.h."""
 
-    _fields_ = [*((name, _P) for name in ("parent", "child0", "kids", "first", "own", "order", "byte")), ("nodes", _I)]
+    _fields_ = [*((name, _P) for name in ("parent", "child0", "kids", "first", "end", "own", "order", "node_of", "by_byte", "byte_starts",
+                                          "levels", "byte", "inner", "delta", "accepts", "expanded", "starts", "marks", "members", "items", "head",
+                                          "sources", "states", "counts", "exits", "classes", "columns", "sizes", "keys")),
+                *((name, _I) for name in ("nodes", "num_levels", "num_tokens", "num_states", "room", "num_starts", "phase", "at", "size",
+                                          "repeated", "dropped", "num_unknown", "num_found", "num_classes", "num_exits", "most")),
+                ("many", ctypes.c_double), *((name, _C) for name in ("ascending", "state", "loop"))]
 
 
 FUNCTIONS = {
@@ -101,15 +107,14 @@ FUNCTIONS = {
     "nano_has_row": [ctypes.POINTER(Grammars)] + [_P] * 2 + [_I],
     "nano_advance": [ctypes.POINTER(Grammars)] + [_P] * 3 + [_I],
     "nano_walk": [ctypes.POINTER(Grammars)] + [_P] * 4 + [_I] * 2,
-    "nano_trie_walk": [ctypes.POINTER(Trie)] + [_P] * 2 + [_C, _I] + [_P] * 3,
-    "nano_trie_walk_several": [ctypes.POINTER(Trie)] + [_P] * 2 + [_C, _I] + [_P] * 2 + [_I] + [_P] * 2,
-    "nano_trie_collect": [ctypes.POINTER(Trie)] + [_P] * 10,
+    "nano_trie_walk": [ctypes.POINTER(Walk)],
+    "nano_join_maps": [_P] * 2 + [_I] * 3 + [_P] * 3,
     "nano_mask": [ctypes.POINTER(Grammars), _P, _I, _P, _P, _I, _C],
     "nano_silu_mul": [_P] * 2 + [_I] * 3 + [_C, _C],
 }
 
 
-COUNTING = ("nano_look_up", "nano_trie_walk", "nano_trie_walk_several")     # what returns a number
+COUNTING = ("nano_look_up", "nano_trie_walk", "nano_join_maps")     # what returns a number
 
 
 class BuildError(RuntimeError):
@@ -219,34 +224,101 @@ def _own_folder() -> tempfile.TemporaryDirectory:
 
 
 class TrieWalker:
-    """automaton.py's walks of a whole vocabulary, by C++. Arrays are contiguous, of the types that are said there. For one thread at a time."""
+    """automaton.py's walks of a vocabulary, by C++. One walk at a time: whoever begins one holds `lock` until it has the result."""
+
+    BEGIN, SWEPT, EXPAND, NO_ROOM, TOO_MANY = 0, 2, 1, 2, 3         # as in cpu/trie.h
 
     def __init__(self, vocab, loaded: ctypes.CDLL):
         """vocab: a vocab.Vocab."""
-        self._library, self._held = loaded, tuple(getattr(vocab, name) for name, _ in Trie._fields_[:-1])
-        self._tree = Trie(*(column.ctypes.data for column in self._held), len(vocab.byte))
-        self._columns, self._keys = np.empty((3, len(vocab.order)), np.int32), np.empty(len(vocab.order), np.int64)     # used again and again
-        self._exits = np.empty(len(vocab.byte), np.int32)
+        nodes, size = len(vocab.byte), vocab.size
+        self.lock, self._library, self._walk, self._held = threading.Lock(), loaded, Walk(), {}
+        for name in ("parent", "child0", "kids", "first", "end", "own", "order", "node_of", "by_byte", "byte"):
+            self._give(name, getattr(vocab, name))
+        for name in ("byte_starts", "levels"):
+            self._give(name, np.array(getattr(vocab, name), np.int32))
+        self._give("inner", (vocab.kids > 0).astype(np.uint8))
+        self._states, self._sources, self._head = np.empty(nodes + 1, np.uint16), np.empty(nodes, np.int32), np.full(nodes, -1, np.int32)
+        self._counts, self._exits, self._classes = np.empty(nodes + 1, np.int16), np.empty(nodes, np.int16), np.empty(size, np.int16)
+        self._sizes, self._starts = np.empty(1 << 15, np.int32), np.empty(0, np.int32)
+        for name in ("states", "sources", "head", "counts", "exits", "classes", "sizes"):
+            self._give(name, getattr(self, f"_{name}"))
+        self._walk.nodes, self._walk.num_tokens, self._walk.num_levels = nodes, size, len(vocab.levels) - 1
+        self._make_room(4 * max(nodes, size) + 4096)
 
-    def walk(self, delta: np.ndarray, expanded: np.ndarray, loop: int, start: int, states: np.ndarray, sources: np.ndarray | None,
-             counts: np.ndarray | None) -> int:
-        """Fill in the states of all positions from `start` on; returns the first whose parent's state is not expanded, or how many there are."""
-        return self._library.nano_trie_walk(self._tree, *map(_address, (delta, expanded)), loop, start, *map(_address, (states, sources, counts)))
+    def _give(self, name: str, array: np.ndarray | None) -> None:
+        self._held[name] = array
+        setattr(self._walk, name, None if array is None else array.ctypes.data)
 
-    def walk_several(self, delta: np.ndarray, expanded: np.ndarray, loop: int, start: int, items: np.ndarray, size: np.ndarray, head: np.ndarray,
-                     marks: np.ndarray | None) -> int:
-        """The same where several states may be at a position: items int32 [room, 5] (node, state, source, count, next of the node), of which size[0]
-        int64 are there; head int32: the first of each node. Returns -1 where there is no room."""
-        return self._library.nano_trie_walk_several(self._tree, *map(_address, (delta, expanded)), loop, start, *map(_address, (items, size)),
-                                                    len(items), *map(_address, (head, marks)))
+    def _make_room(self, room: int) -> None:
+        self._columns, self._keys = np.empty((6, room), np.int32), np.empty(room, np.int64)     # used again and again
+        starts = np.empty(room, np.int32)           # a copy: the address of an array takes longer to find
+        starts[: self._walk.num_starts] = self._starts[: self._walk.num_starts]
+        self._starts = starts
+        for name, array in (("items", np.empty((room, 5), np.int32)), ("columns", self._columns), ("keys", self._keys), ("starts", self._starts)):
+            self._give(name, array)
+        self._head[:], self._walk.room, self._walk.size, self._walk.phase = -1, room, 0, self.BEGIN
 
-    def collect(self, accepts: np.ndarray, states: np.ndarray, sources: np.ndarray | None, counts: np.ndarray | None) -> tuple:
-        """(tokens int32 that end in a state, the class of each int32, the source of each int32 or None, of each class its state, or 4096 times that
-        and the count, positions int32 where a state accepts and tokens go on)."""
-        sizes, (tokens, classes, of_token), keys, exits = np.zeros(3, np.int64), self._columns, self._keys, self._exits
-        self._library.nano_trie_collect(self._tree, *map(_address, (accepts, states, sources, counts, tokens, classes, of_token, keys, exits, sizes)))
-        n, found, ends = sizes.tolist()
-        return tokens[:n].copy(), classes[:n].copy(), None if sources is None else of_token[:n].copy(), keys[:found].tolist(), exits[:ends].copy()
+    def begin(self, state: int, loop: int, starts: np.ndarray, ascending: bool, marks: np.ndarray | None, many: float) -> None:
+        """A walk of `state` from the nodes `starts` int32, `ascending` and each once, or not. loop: the state between two characters that are
+        counted, -1: none are. marks int32 [starts]: what comes to the same state from sources of different marks is kept apart. many: the part of
+        all nodes from which the result has an entry for each token, and is no list of them."""
+        self._walk.num_starts = 0
+        if len(starts) > self._walk.room:
+            self._make_room(2 * len(starts))
+        self._starts[: len(starts)] = starts
+        self._walk.ascending = ascending
+        self._begin(state, loop, None, len(starts), marks, many)
+
+    def begin_inside(self, state: int, loop: int, members: np.ndarray, num_members: int, many: float) -> None:
+        """The same from the nodes whose `members` int16 [nodes] is not negative; the sources are nodes."""
+        self._begin(state, loop, members, num_members, None, many)
+
+    def _begin(self, state: int, loop: int, members: np.ndarray | None, num_starts: int, marks: np.ndarray | None, many: float) -> None:
+        walk = self._walk
+        for name, array in (("members", members), ("marks", marks)):
+            if array is not None or self._held.get(name) is not None:
+                self._give(name, array)
+        walk.state, walk.loop, walk.num_starts, walk.many, walk.phase = state, loop, num_starts, many, self.BEGIN
+
+    def go(self, delta: np.ndarray, flags: np.ndarray) -> list[int]:
+        """Go on as far as possible. delta int32 [states + 1, 256], -2 in rows of states that are not expanded, state 0 leads nowhere; flags bool
+        [2, states + 1]: accepts, expanded. Returns states that have to be expanded first, none at the end. OverflowError: the result has more than
+        32,767 classes."""
+        walk = self._walk
+        if self._held.get("delta") is not delta or self._held.get("flags") is not flags:
+            self._give("delta", delta)
+            self._held["flags"], walk.num_states = flags, len(delta) - 1
+            walk.accepts, walk.expanded = flags.ctypes.data, flags.ctypes.data + flags.shape[1]
+        while (how := self._library.nano_trie_walk(walk)) == self.NO_ROOM:
+            self._make_room(4 * walk.room)
+        if how == self.TOO_MANY:
+            raise OverflowError
+        return self._columns[0, : walk.num_unknown].tolist() if how == self.EXPAND else []
+
+    @property
+    def is_swept(self) -> bool:
+        """Whether the result is `swept` and not `listed`."""
+        return self._walk.phase == self.SWEPT
+
+    def listed(self) -> tuple:
+        """(tokens, the class of each, the source of each: int32 [3, tokens]; of each class its state, or 4096 times that and the count; nodes,
+        sources, counts int32 [3, exits]; whether a node was reached more than once; whether something was left out)."""
+        walk, n, ends = self._walk, self._walk.num_found, self._walk.num_exits
+        return (self._columns[:3, :n].copy(), self._keys[: walk.num_classes].tolist(), self._columns[3:, :ends].copy(), bool(walk.repeated),
+                bool(walk.dropped))
+
+    def swept(self) -> tuple:
+        """(classes int16 [V], 0: none; their sizes int64; of each class from 1 on its state, or 4096 times that and the count; exits int16 [nodes],
+        the count or -1; how many there are; the highest count; the source of each node int32, or None)."""
+        walk = self._walk
+        return (self._classes.copy(), self._sizes[: walk.num_classes + 1].astype(np.int64), self._keys[: walk.num_classes].tolist(),
+                self._exits.copy(), walk.num_exits, walk.most, self._sources.copy() if walk.num_starts > 1 else None)
+
+    def join(self, a: np.ndarray, b: np.ndarray, classes_a: int, classes_b: int) -> tuple[np.ndarray, np.ndarray, list[int]] | None:
+        """Two maps int16 [V] as one: (the class of each token, the classes' sizes, a * classes_b + b of each; the first is 0). None: too many."""
+        out, sizes, keys = np.empty_like(a), np.empty(1 << 15, np.int32), np.empty(min(classes_a * classes_b, 1 << 15), np.int64)
+        found = self._library.nano_join_maps(*map(_address, (a, b)), len(a), classes_a, classes_b, *map(_address, (out, sizes, keys)))
+        return None if found < 0 else (out, sizes[:found].astype(np.int64), keys[:found].tolist())
 
 
 def _address(array: np.ndarray | None) -> int | None:

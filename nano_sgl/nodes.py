@@ -80,8 +80,8 @@ class Nodes:
             self.keys.append(key)
             self.nullable.append(nullable)
             self.stacked.append(stacked)
-            below = key[1:2] if key[0] in ("rep", "text", "counted") else key[1:] if key[0] in ("cat", "or") else ()
-            self.depth.append(1 + max((self.depth[part] for part in below), default=0))
+            below = key[1:] if key[0] in ("cat", "or") else key[1:2] if key[0] in ("rep", "text", "counted") else ()
+            self.depth.append(1 + max([self.depth[part] for part in below], default=0))
             tick()
         return node
 
@@ -115,6 +115,16 @@ class Nodes:
         if len(parts) == 1:
             return parts[0]
         return self._intern(("cat", *parts), all(self.nullable[p] for p in parts), any(self.stacked[p] for p in parts))
+
+    def then(self, node: int, rest: int) -> int:
+        """The cat of two."""
+        if node == EMPTY or rest == EMPTY:
+            return node or rest
+        one, other = self.keys[node], self.keys[rest]
+        key = "cat", *(one[1:] if one[0] == "cat" else (node,)), *(other[1:] if other[0] == "cat" else (rest,))
+        if len(key) > CHUNK or NEVER in (node, rest):
+            return self.cat((node, rest))
+        return self._ids.get(key) or self._intern(key, self.nullable[node] and self.nullable[rest], self.stacked[node] or self.stacked[rest])
 
     def alt(self, parts: Iterable[int]) -> int:
         mask, others = 0, set()
@@ -182,14 +192,18 @@ class Nodes:
             elif kind == "rep":
                 item, low, high = parts
                 rest = self.rep(item, max(low - 1, 0), None if high is None else high - 1)
-                found = tuple((mask, self.cat((to, rest))) for mask, to in self.linear(item))
+                found = tuple([(mask, self.then(to, rest)) for mask, to in self.linear(item)])
             elif kind == "cat":
-                found = ()
-                for i, part in enumerate(parts):
-                    rest = self.cat(parts[i + 1 :])
-                    found += tuple((mask, self.cat((to, rest))) for mask, to in self.linear(part))
+                arcs: list[tuple[int, int]] = []
+                for i, part in enumerate(parts, start=1):
+                    if self.keys[part][0] == "byte":            # as most do
+                        arcs.append((self.keys[part][1], parts[i] if i + 1 == len(parts) else self.cat(parts[i:])))
+                        break
+                    rest = parts[i] if i + 1 == len(parts) else self.cat(parts[i:])
+                    arcs += [(mask, self.then(to, rest)) for mask, to in self.linear(part)]
                     if not self.nullable[part]:
                         break
+                found = tuple(arcs)
             else:
                 found = ()
             self._linear[node] = found
@@ -397,8 +411,12 @@ class Stacks:
 def split_bytes(arcs: Iterable[tuple[int, int]]) -> list[tuple[int, set[int]]]:
     """Arcs (mask, node) -> disjoint masks, each with all nodes that its bytes lead to."""
     by_mask: dict[int, set[int]] = {}
+    seen = total = 0
     for mask, node in arcs:
         by_mask.setdefault(mask, set()).add(node)
+        seen, total = seen | mask, total + mask
+    if seen == total:                               # no bit twice
+        return list(by_mask.items())
     parts: list[tuple[int, set[int]]] = []
     seen = 0
     for mask, nodes in by_mask.items():

@@ -70,6 +70,7 @@ class Splitter:
     def __init__(self, style: Style, opened: bool):
         self.style, self.opened = style, opened
         self.held, self.field = "", None       # what is not sorted yet; None: not even an opening tag was ruled out
+        self.blanks = False                    # those behind the closing tag are part of nothing
 
     def feed(self, text: str, ended: bool = False) -> list[tuple[str, str]]:
         """(field, text) of what is certain. ended: nothing follows."""
@@ -86,8 +87,10 @@ class Splitter:
             keep = 0 if tag or ended else overlap(thoughts, self.style.end)
             found.append((REASONING, thoughts[:len(thoughts) - keep]))
             self.held = rest if tag else thoughts[len(thoughts) - keep:]
-            self.field = CONTENT if tag else REASONING
+            self.field, self.blanks = (CONTENT, True) if tag else (REASONING, False)
         if self.field == CONTENT:
+            self.held = self.held.lstrip(" \t\r\n") if self.blanks else self.held
+            self.blanks = self.blanks and not self.held
             found.append((CONTENT, self.held))
             self.held = ""
         return [(field, part) for field, part in found if part]

@@ -87,9 +87,14 @@ BYTES = [Byte(1 << b) for b in range(256)]
 
 @dataclass(frozen=True)
 class Rules:
-    """A grammar: what each name stands for, and where to begin. Every name that is referred to is there."""
+    """A grammar: what each name stands for, and where to begin. Every name that is referred to is there.
+
+    Of a model that thinks first (free_text.py): `thinking` names the rule that comes behind its thoughts, and waits on the stack as long as these
+    last; `closing` the rule that closes them and goes on with it, for whoever has thought enough."""
     rules: dict[str, Expr]
     start: str
+    closing: str | None = None
+    thinking: str | None = None
 
 
 class GrammarError(ValueError):

@@ -361,9 +361,9 @@ def test_logprobs_come_once_whatever_the_text_becomes():
 def test_thoughts_are_told_apart():
     said = "Hm.</think>\n\nHello."
     for where, more, text, thoughts, content in (
-            (reader(reasoning="deepseek-r1"), {}, said, "Hm.", "\n\nHello."), (reader(reasoning="deepseek-r1"), {}, "<think>" + said, "Hm.", "\n\nHello."),
-            (reader(reasoning="qwen3"), {}, said, None, said), (reader(reasoning="qwen3"), {}, "<think>" + said, "Hm.", "\n\nHello."),
-            (reader(reasoning="qwen3"), {"chat_template_kwargs": {"enable_thinking": True}}, said, "Hm.", "\n\nHello."),
+            (reader(reasoning="deepseek-r1"), {}, said, "Hm.", "Hello."), (reader(reasoning="deepseek-r1"), {}, "<think>" + said, "Hm.", "Hello."),
+            (reader(reasoning="qwen3"), {}, said, None, said), (reader(reasoning="qwen3"), {}, "<think>" + said, "Hm.", "Hello."),
+            (reader(reasoning="qwen3"), {"chat_template_kwargs": {"enable_thinking": True}}, said, "Hm.", "Hello."),
             (reader(reasoning="qwen3"), {"chat_template_kwargs": {"enable_thinking": True}}, "Hm.", "Hm.", None),
             (reader(reasoning="qwen3"), {"chat_template_kwargs": {"enable_thinking": False}}, said, None, said),
             (reader(reasoning="deepseek-r1"), {"chat_template_kwargs": {"enable_thinking": False}}, said, None, said),
