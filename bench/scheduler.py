@@ -87,8 +87,8 @@ def random_ids(rng: np.random.Generator, count: int) -> np.ndarray:
 # ------------------------------------------------------------------------------------------------------------------- the cost of a pass
 
 class Asked:
-    """In place of a waiting request's node in the tree: its key alone."""
-    is_ghost, blocked, slots = False, False, ()
+    """In place of a waiting request's node in the tree: its key alone. It ends nowhere, so what is computed is inserted by the key."""
+    is_ghost, blocked, slots, end = False, False, (), -1
 
     def __init__(self, key: bytes, namespace: str):
         self.key, self.namespace = key, namespace

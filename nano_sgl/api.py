@@ -49,7 +49,7 @@ import msgspec
 from .chat import CHATML, ChatTemplate, Codec, Message, byte_tokenizer, read_messages
 from .protocol import (ALIASES, GRAMMAR_FIELDS, Chunk, Logprob, Ready, Request, RequestError, SamplingParams, check_range, convert, refusal,
                        show)
-from .reasoning import CLOSED, OPENED, STYLES, Style, begins
+from .reasoning import CLOSED, OPENED, STYLES, Counter, Style, begins
 from .tools import FORMATS as CALL_FORMATS
 from .tools import Reply, Tool, Toolbox, ToolChoice, add_up, detect
 
@@ -123,6 +123,7 @@ class ChatBody(Body, kw_only=True):
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
     separate_reasoning: bool = True
+    stream_reasoning: bool = True    # false: thoughts come in one piece, when they end
     tools: list[Tool] | None = None
     tool_choice: str | ToolChoice | None = None
     parallel_tool_calls: bool = True
@@ -296,6 +297,14 @@ def thoughtful(params: SamplingParams, style: Style | None, thinks: str) -> Samp
     return msgspec.structs.replace(params, reasoning_end=style.end)
 
 
+def message_size(message: Message) -> int:
+    """Characters of a message, in all that a template may write of it."""
+    parts = [message.content] if isinstance(message.content, str) else [part.get("text") for part in message.content or ()]
+    parts += [message.name, message.tool_call_id, message.reasoning_content]
+    parts += [part for call in message.tool_calls or () for part in (call.id, call.function.name, call.function.arguments)]
+    return sum(len(part) for part in parts if part)
+
+
 def grammar_size(params: SamplingParams) -> int:
     """Characters of a grammar, and one for each string of a choice."""
     text = given.text if (given := params.grammar) else None
@@ -364,8 +373,8 @@ class Reader:
         check_range("max_completion_tokens", body.max_completion_tokens, like="max_tokens")
         messages = read_messages(body.messages)
         tools = Toolbox.of(body.tools, body.tool_choice, body.parallel_tool_calls, self.call_format, self.template.takes_tools)
-        called = sum(len(call.function.arguments) for message in body.messages for call in message.tool_calls or ())
-        self.codec.check_length(sum(len(m["content"]) for m in messages) + called + (tools.chars if tools else 0), self.ready.context_len)
+        size = sum(map(message_size, body.messages)) + len(json.dumps(body.chat_template_kwargs or "", ensure_ascii=False))
+        self.codec.check_length(size + (tools.chars if tools else 0), self.ready.context_len)
         if len(messages) > self.ready.context_len:
             raise RequestError(f"{len(messages)} messages cannot fit into a context of {self.ready.context_len} tokens",
                                "messages")
@@ -382,7 +391,9 @@ class Reader:
                               logprobs=(body.top_logprobs or 0) if body.logprobs else None)
         opened = thinks == OPENED or params.reasoning_end is not None       # where a grammar waits for the closing tag, all before it is thought
         style = None if thinks == CLOSED or not body.separate_reasoning else self.style
-        return self._call(body, [Prompt(ids)], [params], ChatAnswer, "chatcmpl-", tools=tools, reply=lambda: Reply(style, opened, tools))
+        counter = self.style and (lambda: Counter(self.style, opened, thinks == CLOSED))
+        return self._call(body, [Prompt(ids)], [params], ChatAnswer, "chatcmpl-", tools=tools, counter=counter,
+                          reply=lambda: Reply(style, opened, tools, not body.stream_reasoning))
 
     def _with_calls(self, params: SamplingParams, tools: Toolbox | None) -> SamplingParams:
         """Parameters under which the output calls tools, as these demand it."""
@@ -654,11 +665,27 @@ class ChatAnswer(Answer):
     """OpenAI's chat: a message, or deltas of one; the role comes first, the end in a chunk of its own."""
     object, chunk_object = "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, *args, tools: Toolbox | None, reply: Callable[[], Reply]):
-        """reply: makes what sorts the text of a choice into the fields of its message."""
+    def __init__(self, *args, tools: Toolbox | None, reply: Callable[[], Reply], counter: Callable[[], Counter] | None):
+        """reply: makes what sorts the text of a choice into the fields of its message. counter: makes what counts its thoughts, if any."""
         super().__init__(*args)
         self.tools, self.reply = tools, reply
         self.replies = [reply() for _ in self.choices] if self.body.stream else []
+        self.counters = [counter() for _ in self.choices] if counter else []
+
+    def take(self, chunk: Chunk) -> Choice:
+        """Add a chunk to its choice, and count its thoughts."""
+        choice = super().take(chunk)
+        if self.counters and not self.counters[choice.index].ended:
+            for token_id in chunk.output_ids:
+                self.counters[choice.index].add(self.codec.token_bytes(token_id))
+        return choice
+
+    def usage(self) -> dict:
+        """Also the tokens of thoughts, as OpenAI and as SGLang name them, where the server tells thoughts apart."""
+        if not self.counters:
+            return super().usage()
+        count = sum(counter.tokens for counter in self.counters)
+        return super().usage() | {"completion_tokens_details": {"reasoning_tokens": count}, "reasoning_tokens": count}
 
     def events(self, choice: Choice, chunk: Chunk) -> list:
         deltas = self.replies[choice.index].feed(chunk.text, ended=chunk.finish_reason is not None)

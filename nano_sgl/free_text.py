@@ -28,19 +28,32 @@ from collections.abc import Mapping
 from .rules import ALL, EMPTY, NEVER, Expr, GrammarError, Ref, Rules, alt, cat, chars, complement, literal, repeat, show, tick, union
 
 MAX_STATES = 1024   # of one free text: characters of all its stops
+LEADING_BLANKS = " \t\r\n;"    # what may stand before a stop that counts only at the beginning
+BEGINNING = "beginning"
 MAX_BLANKS = 4      # between the closing tag of thinking and what follows
 ANY = repeat(chars(ALL), 0, None)
+State = str | tuple[str, str]                                  # what of a stop was read; of a leading one, (BEGINNING, what of it)
+Moves = dict[State, dict[str, tuple[State, list[str]]]]        # state -> letter -> (state after it, the stops that are complete with it)
 
 
-def until(stops: Mapping[str, Expr], ends: bool, name: str, rules: dict[str, Expr]) -> Expr:
+def until(stops: Mapping[str, Expr], ends: bool, name: str, rules: dict[str, Expr], leading: Mapping[str, Expr] | None = None) -> Expr:
     """Free text, the first of the stops, and what follows that. ends: without a stop the text may end anywhere. Its states become rules, whose names
-    begin with `name`. Raises GrammarError for a stop that could never be seen."""
+    begin with `name`. leading: stops that count only at the beginning, behind LEADING_BLANKS. Raises GrammarError for a stop that could never be
+    seen."""
     if not stops:
         return ANY if ends else NEVER
     check(stops)
     moves, numbers = automaton(stops)
+    start: State = ""
+    if leading:
+        check_leading(leading, stops)
+        start = (BEGINNING, "")
+        moves |= beginnings(leading, moves)
+        numbers |= {state: n for n, state in enumerate(moves)}
+        stops = {**stops, **leading}
     for prefix, number in numbers.items():
-        arcs, into = [EMPTY] * ends, {"": list(complement(union((ord(c), ord(c)) for c in moves[prefix])))}
+        arcs: list[Expr] = [EMPTY] * ends
+        into: dict[State, list[tuple[int, int]]] = {"": list(complement(union((ord(c), ord(c)) for c in moves[prefix])))}
         for letter, (state, found) in moves[prefix].items():
             if found:
                 arcs.append(cat([literal(letter), alt(stops[stop] for stop in found)]))
@@ -48,17 +61,17 @@ def until(stops: Mapping[str, Expr], ends: bool, name: str, rules: dict[str, Exp
                 into.setdefault(state, []).append((ord(letter), ord(letter)))
         rules[f"{name}{number}"] = alt(arcs + [cat([chars(union(ranges)), Ref(f"{name}{numbers[state]}")]) for state, ranges in into.items()])
         tick()
-    return Ref(f"{name}0")
+    return Ref(f"{name}{numbers[start]}")
 
 
-def automaton(stops: Mapping[str, Expr]) -> tuple[dict[str, dict[str, tuple[str, list[str]]]], dict[str, int]]:
+def automaton(stops: Mapping[str, Expr]) -> tuple[Moves, dict[State, int]]:
     """({state: {letter: (state after it, the stops that are complete with it)}}, the states' numbers). Other letters lead to state ""."""
     prefixes = {stop[:i] for stop in stops for i in range(len(stop))}
     numbers = {prefix: n for n, prefix in enumerate(sorted(prefixes, key=lambda text: (len(text), text)))}
     longer: dict[str, set[str]] = {}                # state -> the letters with which it becomes another, or a stop
     for text in {*prefixes, *stops} - {""}:
         longer.setdefault(text[:-1], set()).add(text[-1])
-    moves: dict[str, dict[str, tuple[str, list[str]]]] = {}
+    moves: Moves = {}
     shorter = {"": ""}                              # state -> the longest of its own endings that is one, too
     for prefix in numbers:
         fall = moves[shorter[prefix]] if prefix else {}
@@ -70,6 +83,32 @@ def automaton(stops: Mapping[str, Expr]) -> tuple[dict[str, dict[str, tuple[str,
             moves[prefix][letter] = state, found + [text] * (text in stops)
         tick()
     return moves, numbers
+
+
+def beginnings(leading: Mapping[str, Expr], moves: Moves) -> Moves:
+    """The states before free text has begun: a letter that goes on with no leading stop does what it does in free text. moves: those of free text."""
+    found: Moves = {}
+    for prefix in sorted({word[:i] for word in leading for i in range(len(word))}, key=len):
+        state: State = ""                           # of free text, if no stop is meant
+        for letter in prefix:
+            state = moves[state].get(letter, ("", []))[0]
+        arcs = dict(moves[state])
+        if not prefix:
+            arcs = {letter: ((BEGINNING, ""), []) for letter in LEADING_BLANKS} | arcs
+        for text in {word[:len(prefix) + 1] for word in leading if word.startswith(prefix)}:
+            arcs[text[-1]] = ("", [text]) if text in leading else ((BEGINNING, text), [])
+        found[BEGINNING, prefix] = arcs
+        tick()
+    return found
+
+
+def check_leading(leading: Mapping[str, Expr], stops: Mapping[str, Expr]) -> None:
+    """Raises GrammarError for leading stops that are empty, too many, or hide others."""
+    if "" in leading or sum(map(len, leading)) > MAX_STATES:
+        raise GrammarError(f"free text begins with strings of 1 to {MAX_STATES} characters together", "free text")
+    for word in leading:
+        if inside := next((other for other in [*stops, *leading] if other != word and other in word or other in stops and other == word), None):
+            raise GrammarError(f"{word!r} at the beginning could never be seen whole: {inside!r} is in it", "free text")
 
 
 def check(stops: Mapping[str, Expr]) -> None:

@@ -25,18 +25,20 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from decimal import Decimal
 from typing import NamedTuple
 from urllib.parse import unquote, urljoin
 
 from .json_text import FORMATS
-from .rules import GrammarError, tick
+from .rules import MAX_COUNT, GrammarError, tick
 
 TYPES = ("object", "array", "string", "integer", "fraction", "boolean", "null")  # a number is an integer or a fraction
 NAMED_TYPES = {name: {name} for name in TYPES if name != "fraction"} | {"number": {"integer", "fraction"}}
 
 
+MAX_RIVALS = 20_000    # pairs of branches of one oneOf that are looked at
 NOT = 0     # no schema that was sent has it, for keys are strings: what is negated, and its argument
 HAS = 1     # some member of an object is so: (schema of its key, schema of its value)
 TAIL = 2    # some item of an array is so: (from which place on, its schema)
@@ -101,7 +103,7 @@ def is_schema(arg: object) -> bool:
 
 def is_count(arg: object) -> bool:
     """A count, also 2.0."""
-    return isinstance(arg, (int, float)) and not isinstance(arg, bool) and arg >= 0 and arg == int(arg)
+    return is_number(arg) and arg >= 0 and arg == int(arg)
 
 
 def is_number(arg: object) -> bool:
@@ -124,6 +126,7 @@ def is_table(arg: object) -> bool:
     return isinstance(arg, dict) and all(map(is_schema, arg.values()))
 
 
+COUNTS = {bound + what for bound in ("min", "max") for what in ("Length", "Items", "Properties", "Contains")}
 SHAPES: dict[str, tuple[Callable[[object], bool], str]] = {  # keyword -> what its argument must be
     "type": (lambda arg: all(isinstance(name, str) and name in NAMED_TYPES for name in (arg if isinstance(arg, list) else [arg])),
              "expected " + ", ".join(NAMED_TYPES)),
@@ -137,8 +140,7 @@ SHAPES: dict[str, tuple[Callable[[object], bool], str]] = {  # keyword -> what i
     "exclusiveMinimum": (lambda arg: isinstance(arg, (int, float)), "expected a number"),  # draft-04 has a bool here
     "exclusiveMaximum": (lambda arg: isinstance(arg, (int, float)), "expected a number"),
 } | {keyword: (lambda arg: True, "") for keyword in (NOT, HAS, TAIL, EITHER)
-} | {keyword: (is_count, "expected a count") for keyword in (
-    "minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties", "minContains", "maxContains")
+} | {keyword: (is_count, "expected a count") for keyword in COUNTS
 } | {keyword: (is_number, "expected a number") for keyword in ("minimum", "maximum")
 } | {keyword: (is_schema, "expected a schema") for keyword in (
     "not", "if", "then", "else", "contains", "additionalProperties", "additionalItems", "propertyNames", "unevaluatedItems", "unevaluatedProperties")
@@ -280,6 +282,11 @@ class Document:
             del held["uniqueItems"]
         if "contains" not in held:
             held.pop("minContains", None), held.pop("maxContains", None)
+        for keyword in COUNTS & set(held):
+            if held[keyword] > MAX_COUNT and keyword.startswith("min"):
+                raise refusal(keyword, path, f"counts go to {MAX_COUNT}: nothing is so long")
+            if held[keyword] > MAX_COUNT:
+                del held[keyword]                                               # nothing is longer, so it says nothing
         if any(isinstance(arg, (dict, list)) for arg in held.values()):
             return Part(held, path)
         return self.once(("equal", *map(repr, held.items())), None, lambda: Part(held, path))  # small schemas come again and again
@@ -298,6 +305,7 @@ class Document:
         """All that holds with the parts, without $ref and allOf; None: nothing can."""
         flat: dict[int, Part] = {}
         for part in parts:
+            tick()
             if part.schema is not True:
                 more = None if part.schema is False else self.once(("flat", id(part.schema)), part.schema, lambda: self._flatten(part))
                 if more is None:
@@ -424,7 +432,15 @@ class Document:
         part = self.clean(part)
         if isinstance(part.schema, bool):
             return [] if part.schema else [Part(True, part.path)]
-        return self.once(("negate", id(part.schema)), part.schema, lambda: [Part(one, part.path) for one in self._negate(part)])
+        return self.once(("negate", id(part.schema)), part.schema, lambda: self.negated(part))
+
+    def negated(self, part: Part) -> list[Part]:
+        """The same of a clean schema, made anew."""
+        found = []
+        for one in self._negate(part):
+            found.append(Part(one, part.path))
+            tick()
+        return found
 
     def _negate(self, part: Part) -> Iterator[dict | bool]:
         schema, path = part
@@ -434,8 +450,9 @@ class Document:
                 yield {NOT: (keyword, arg)} | (typed if keyword in OWNER else {})
             elif keyword in ("enum", "const"):
                 values = arg if keyword == "enum" else [arg]
-                yield {"allOf": [{NOT: ("enum", [value for value in values if not isinstance(value, (dict, list))])}, *(
-                    {"anyOf": list(differs(value))} for value in values if isinstance(value, (dict, list)))]}
+                nested = [value for value in values if isinstance(value, (dict, list))]
+                plain = {NOT: ("enum", [value for value in values if not isinstance(value, (dict, list))])}
+                yield {"allOf": [plain, *({"anyOf": list(differs(value))} for value in nested)]} if nested else plain
             elif keyword in ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"):
                 yield typed | {{"minimum": "exclusiveMaximum", "maximum": "exclusiveMinimum", "exclusiveMinimum": "maximum",
                                 "exclusiveMaximum": "minimum"}[keyword]: arg}
@@ -510,6 +527,51 @@ def differs(value: dict | list) -> Iterator[dict]:
         yield from ({"type": "object", "properties": {key: False}} for key in value)
         yield from ({"type": "object", "required": [key], "properties": {key: {"not": {"const": item}}}} for key, item in value.items())
         yield {"type": "object", HAS: ({"not": {"enum": list(value)}}, True)}
+
+
+def rivals(groups: list[list[int]], marks: dict[int, dict[object, set]], path: str) -> list[tuple[int, int]]:
+    """The pairs of branches of a oneOf that may both hold. groups: branches by type. marks: of each branch, by place, values of which one is there: two
+    whose values at a place have none in common exclude each other, so that a union of a thousand branches with a const of their own has no
+    pairs. Raises GrammarError where there are more than MAX_RIVALS."""
+    todo, found = [(group, frozenset()) for group in groups], set()
+    while todo:
+        group, used = todo.pop()
+        common = Counter(place for i in group for place in marks[i] if place not in used).most_common(1)
+        pairs = itertools.combinations(group, 2)
+        if common:
+            place, shared = common[0][0], {}
+            rest = [i for i in group if place not in marks[i]]
+            pairs = itertools.product(rest, [i for i in group if place in marks[i]])
+            for i in group:
+                for value in marks[i].get(place, ()):
+                    shared.setdefault(value, []).append(i)
+                    tick()
+            todo += [(some, used | {place}) for some in (rest, *shared.values()) if len(some) > 1]
+        for i, j in pairs:
+            found.add((min(i, j), max(i, j)))
+            if len(found) > MAX_RIVALS:
+                raise refusal("oneOf", path, f"more than {MAX_RIVALS} pairs of branches may both hold, as far as types and listed values of required "
+                                             "properties tell: give each branch a const of its own, or write anyOf")
+            tick()
+    return sorted(found)
+
+
+def endless(turns: dict[str, tuple[str, list[str]]]) -> str | None:
+    """The path of a rule among those that only refer to others, from which one comes back to it. turns: by rule, its path and the others."""
+    done: set[str] = set()
+    for start in turns:
+        path, todo = set(), [(start, False)]
+        while todo:
+            name, left = todo.pop()
+            if left:
+                path.remove(name)
+                done.add(name)
+            elif name in path:
+                return turns[name][0]
+            elif name not in done:
+                path.add(name)
+                todo += [(name, True), *((one, False) for one in turns.get(name, ("", ()))[1])]
+    return None
 
 
 def joined(base: str, address: str, keyword: str, path: str) -> str:

@@ -32,6 +32,7 @@ from .rules import BYTES, EMPTY, NEVER, Expr, GrammarError, Ref, Rules, alt, cat
 from .schema import LAYOUTS, Layout
 
 MAX_PAIRS = 20_000  # states, or arcs, of one object or array
+MAX_ORDERS = 6_000  # arcs between sets of keys: 10 keys, and half a second
 Option = tuple[Expr, int]
 
 
@@ -96,10 +97,12 @@ def sequence(writer: Writer, start: Hashable, arcs: Callable[[Hashable], Iterabl
 
 def in_any_order(writer: Writer, pairs: list[Pair], extras: list[Option], count: Count) -> Expr:
     """The members of an object, in any order, extras among them."""
-    if len(pairs) << max(len(pairs) - 1, 0) > MAX_PAIRS:
+    if len(pairs) << max(len(pairs) - 1, 0) > MAX_ORDERS:
         raise writer.refuse("any_order", f"{len(pairs)} keys in any order are too many states; in declared order they are not")
     needed = sum(1 << i for i, pair in enumerate(pairs) if pair.required)
     cap = max(count.low, (count.high or -1) + 1)
+
+    texts = [[(named(writer, text), fulfilled) for text, fulfilled in pair.texts(writer.layout.colon)] for pair in pairs]
 
     def size(state: tuple) -> int:
         return state[0].bit_count() + state[1]
@@ -108,9 +111,9 @@ def in_any_order(writer: Writer, pairs: list[Pair], extras: list[Option], count:
         done, others, wishes = state
         if count.high is not None and size(state) >= count.high:
             return
-        for i, pair in enumerate(pairs):
+        for i, options in enumerate(texts):
             if not done >> i & 1:
-                yield from ((text, (done | 1 << i, others, wishes | fulfilled)) for text, fulfilled in pair.texts(writer.layout.colon))
+                yield from ((text, (done | 1 << i, others, wishes | fulfilled)) for text, fulfilled in options)
         yield from ((text, (done, min(others + 1, cap), wishes | fulfilled)) for text, fulfilled in extras)
 
     def ends(state: tuple) -> bool:

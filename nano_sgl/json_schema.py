@@ -33,6 +33,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -41,11 +42,11 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import NamedTuple
 
-from .json_document import (EITHER, HAS, NAMED_TYPES, NOT, OWNER, TAIL, TYPES, Document, Part, Parts, canonical, decimal, escape, is_schema, refusal,
-                            type_of)
+from .json_document import (EITHER, HAS, NAMED_TYPES, NOT, OWNER, TAIL, TYPES, Document, Part, Parts, canonical, decimal, endless, escape, is_schema,
+                            refusal, rivals, type_of)
 from .json_members import Count, Option, Pair, Writer, bracketed, in_any_order, in_order, sequence, subsets
-from .json_text import (FORMATS, MAX_DIGITS, WHOLE, Bounds, Counted, Derived, Letters, Multiple, Several, avoid, product, quoted, regex_rules,
-                        scientific, single, span, spelled)
+from .json_text import (FORMATS, MAX_DIGITS, WHOLE, Bounds, Derived, Letters, Multiple, Several, avoid, product, quoted, regex_rules,
+                        scientific, shortened, single, span, spelled)
 from .rules import ALL, BYTES, NEVER, Byte, Cat, Expr, GrammarError, Ranges, Ref, Repeat, Rules, alt, cat, literal, repeat, show, tick
 from .schema import LAYOUTS, MAX_TEXT, grammar, json_rules, strings
 
@@ -203,7 +204,8 @@ class Compiler:
         """oneOf: this branch and none of the others, unless they exclude each other anyway."""
         parts = [Part(one, f"{part.path}/oneOf/{i}") for i, one in enumerate(branches)]
         found = [[one] for one in parts]
-        for (i, a), (j, b) in itertools.combinations(enumerate(parts), 2):
+        for i, j in self.rivals(parts, part.path):
+            a, b = parts[i], parts[j]
             if not self.impossible(self.flat([a, b]), 3):
                 for k, other in ((i, b), (j, a)):
                     try:
@@ -214,6 +216,21 @@ class Compiler:
                                               lambda: {"anyOf": [one.schema for one in none]} if none else False)
                     found[k].append(Part(made, other.path))
         return found
+
+    def rivals(self, parts: list[Part], path: str) -> list[tuple[int, int]]:
+        """The pairs of branches that may both hold, as far as types and listed values tell."""
+        flats = {i: flat for i, part in enumerate(parts) if (flat := self.flat([part])) is not None}
+        return rivals([[i for i, flat in flats.items() if kind in self.types(flat)] for kind in TYPES],
+                      {i: self.marks(flat) for i, flat in flats.items()}, path)
+
+    def marks(self, flat: Parts) -> dict[str | None, set]:
+        """What tells a branch from others: the values that are listed for a required key; for None: those for the whole."""
+        values = {None: self.finite(flat)}
+        if values[None] is None and self.types(flat) == {"object"}:
+            for key in {key: None for part in flat for key in part.schema.get("required", ())}:
+                more = self.flat(self.member(flat, key))
+                values[key] = [] if more is None else self.finite(more)
+        return {place: set(map(canonical, some)) for place, some in values.items() if some is not None}
 
     def split_if(self, part: Part, condition: dict | bool) -> list[list[Part]]:
         """if: it holds and so does then, or it does not and else does."""
@@ -241,6 +258,7 @@ class Compiler:
 
     def impossible(self, flat: Parts | None, depth: int) -> bool:
         """Can it be seen that no value fits, in the values that an object must have down to some depth?"""
+        tick()
         if flat is None:
             return True
         kinds = self.types(flat)
@@ -306,6 +324,10 @@ class Compiler:
         return [value for part in flat for keyword in ("enum", "const") for arg, positive in self.said(part, keyword) if not positive
                 for value in (arg if keyword == "enum" else [arg]) if type_of(value) in kind]
 
+    def listed_not(self, part: Part, kind: str) -> set:
+        """The same of a part, canonical."""
+        return self.document.once(("excluded", kind, id(part.schema)), part.schema, lambda: set(map(canonical, self.excluded([part], kind))))
+
     def text(self, flat: Iterable[Part], regex: bool = False) -> Text:
         """Of a string: all that is said of it, except which values it must not be. regex: the format of that name is the caller's to hold."""
         low, high, exprs, keyword, sources = 0, None, [], "pattern", []
@@ -326,6 +348,7 @@ class Compiler:
 
     def parse(self, source: tuple[str, bool], keyword: str, path: str) -> Expr:
         """An expression over letters."""
+        tick()
         try:
             return self.letters.pattern(*source)
         except GrammarError as error:
@@ -333,8 +356,8 @@ class Compiler:
 
     # -- writers --
 
-    def write_text(self, name: str, text: Text, without: Iterable[str], path: str) -> Expr:
-        """What stands between the quotes."""
+    def write_text(self, name: str, text: Text, without: Iterable[str], path: str, words: tuple[str, str]) -> Expr:
+        """What stands between the quotes. words: the keyword that names those in `without`, and its place."""
         low, high, exprs, without = text.low, text.high, list(text.exprs), set(without)
         for expr, positive in exprs:
             least, most = span(expr)
@@ -344,13 +367,13 @@ class Compiler:
         if not exprs and not without:
             return repeat(self.char(ALL), low, high)
         if not exprs and not low and high is None:
-            words = frozenset(without)
-            if words not in self.others:
+            known = frozenset(without)
+            if known not in self.others:
                 self.words += sum(map(len, without))
                 if self.words > MAX_WORDS:
-                    raise refusal("additionalProperties", path, "there are too many keys that others must differ from")
-                self.others[words] = avoid(words, f"other{len(self.others)}", self.rules, self.char)
-            return self.others[words]
+                    raise refusal(*words, f"there are too many strings that others must differ from: more than {MAX_WORDS} characters in all")
+                self.others[known] = avoid(without, f"other{len(self.others)}", self.rules, self.char)
+            return self.others[known]
         if len(exprs) == 1 and exprs[0][1] and not without:
             expr = exprs[0][0]
             if not low and high is None:
@@ -359,14 +382,32 @@ class Compiler:
                 high = min((end for end in (high, expr.high) if end is not None), default=None)
                 low = max(low, expr.low)
                 return NEVER if high is not None and low > high else repeat(self.letters.write(expr.item, self.char), low, high)
-        walkers = self.walkers(text._replace(low=low, high=high), without)
-        return product(walkers, self.atoms((), walkers), f"{name}.text{len(self.rules)}", self.rules, lambda why: refusal(text.keyword, path, why))
 
-    def walkers(self, text: Text, without: set[str]) -> list:
+        def made(exprs: list[tuple[Expr, bool]], high: int | None) -> Expr:
+            walkers = self.walkers(exprs, without)
+            return product(walkers, self.atoms((), walkers), f"{name}.text{len(self.rules)}", self.rules,
+                           lambda why: refusal(text.keyword, path, why), low=low, high=high)
+
+        try:
+            return made(*(exprs, None) if high is None else self.shorten(text, high))
+        except GrammarError as error:
+            if high is not None or (error.construct, error.path) != (text.keyword, path):
+                raise
+            return made(*self.shorten(text, None))
+
+    def shorten(self, text: Text, high: int | None) -> tuple[list[tuple[Expr, bool]], int | None]:
+        """Its expressions under a bound on the length, and the bound: formats that have none below it lose what is rare."""
+        found = []
+        for (expr, positive), (source, search) in zip(text.exprs, text.sources):
+            most, sources = span(expr)[1], [source]
+            if positive and not search and (most is None or high is None or most > high):
+                sources, high = shortened(source, high)
+            found += [(self.letters.pattern(one, search), positive) for one in sources]
+        return found, high
+
+    def walkers(self, exprs: list[tuple[Expr, bool]], without: set[str]) -> list:
         """Automata of which all must accept."""
-        found: list = [Derived(expr, positive) for expr, positive in text.exprs]
-        found += [Counted(text.low, text.high)] * (text.low > 0 or text.high is not None)
-        return found + [Derived(alt([self.letters.word(word) for word in sorted(without)]), False)] * bool(without)
+        return [Derived(expr, positive) for expr, positive in exprs] + [Derived(alt([self.letters.word(word) for word in sorted(without)]), False)] * bool(without)
 
     def atoms(self, exprs: Iterable[Expr], walkers: list) -> list[tuple[int, Expr]]:
         """The classes of characters that none of them tells apart."""
@@ -381,7 +422,8 @@ class Compiler:
         text = self.text(flat)
         if text == ANYTHING and not without:
             return self.json("string")
-        return quoted(self.write_text(name, text, without, flat[0].path))
+        words = next((("enum", part.path) for part in flat if self.excluded([part], kind)), ("not", flat[0].path))
+        return quoted(self.write_text(name, text, without, flat[0].path, words))
 
     def constant(self, name: str, flat: Parts, kind: str) -> Expr:
         """true, false or null."""
@@ -475,7 +517,7 @@ class Compiler:
             raise refusal("uniqueItems", path, "is held for arrays of up to one item, and for items that list their values")
         values = {canonical(value): value for some in listed for value in some}
         texts = {key: self.listed(name, [value]) for key, value in values.items()}
-        allowed = [[i for i, key in enumerate(values) if key in set(map(canonical, some))] for some in listed]
+        allowed = [[i for i, key in enumerate(values) if key in known] for known in (set(map(canonical, some)) for some in listed)]
         wanted = [(sum(1 << i for i, value in enumerate(values.values()) if self.holds(value, Part(part.schema["contains"], part.path))),
                    part.schema.get("minContains", 1), part.schema.get("maxContains", len(values))) for part in flat if "contains" in part.schema]
         items = list(texts.values())
@@ -535,6 +577,7 @@ class Compiler:
         """What must hold for the value of a key."""
         found = []
         for schema, path in flat:
+            tick()
             if MEMBERS.isdisjoint(schema):
                 continue
             named = [Part(schema["properties"][key], f"{path}/properties/{escape(key)}")] if key in schema.get("properties", ()) else []
@@ -586,8 +629,8 @@ class Compiler:
             if last == NEVER:
                 return NEVER
             keys = text._replace(exprs=text.exprs + exprs, sources=text.sources + sources, keyword="patternProperties" if exprs else text.keyword)
-            return cat([quoted(self.write_text(name, keys, without, path)), self.layout.colon, last])
-        exprs, others = [self.parse((pattern, True), "patternProperties", path) for pattern in patterns], self.walkers(text, without)
+            return cat([quoted(self.write_text(name, keys, without, path, ("additionalProperties", path))), self.layout.colon, last])
+        exprs, others = [self.parse((pattern, True), "patternProperties", path) for pattern in patterns], self.walkers(text.exprs, without)
 
         def end(accepted: list) -> Expr:
             if not all(accepted[1:]):
@@ -595,7 +638,7 @@ class Compiler:
             return cat([BYTES[34], self.layout.colon, value({patterns[i] for i in accepted[0]})])
 
         return cat([BYTES[34], product([Several(exprs, value(set()) == NEVER), *others], self.atoms(exprs, others), f"{name}.key", self.rules,
-                                       lambda why: refusal("patternProperties", path, why), end)])
+                                       lambda why: refusal("patternProperties", path, why), end, text.low, text.high)])
 
     def object(self, name: str, flat: Parts, kind: str) -> Expr:
         """An object."""
@@ -630,6 +673,7 @@ class Compiler:
 
     def holds(self, value: object, part: Part) -> bool:
         """Is the value valid?"""
+        tick()
         flat = self.flat([part])
         if flat is None:
             return False
@@ -641,7 +685,7 @@ class Compiler:
             for keyword, split in self.SPLITS.items():
                 if keyword in schema and not self.some(value, keyword, split, one):
                     return False
-            if kind not in self.types([one]) or canonical(value) in map(canonical, self.excluded([one], kind)):
+            if kind not in self.types([one]) or NOT in schema and canonical(value) in self.listed_not(one, kind):
                 return False
             if kind in self.CHECKS and not self.CHECKS[kind](self, value, (one,)):
                 return False
@@ -702,24 +746,6 @@ def is_regex(text: str) -> bool:
         return False
 
 
-def endless(turns: dict[str, tuple[str, list[str]]]) -> str | None:
-    """The path of a rule among those that only refer to others, from which one comes back to it. turns: by rule, its path and the others."""
-    done: set[str] = set()
-    for start in turns:
-        path, todo = set(), [(start, False)]
-        while todo:
-            name, left = todo.pop()
-            if left:
-                path.remove(name)
-                done.add(name)
-            elif name in path:
-                return turns[name][0]
-            elif name not in done:
-                path.add(name)
-                todo += [(name, True), *((one, False) for one in turns.get(name, ("", ()))[1])]
-    return None
-
-
 def productive(rules: dict[str, Expr]) -> bool:
     """Does the rule `root` match anything?"""
     known = {name for name in rules if name.startswith(("json.", "other"))}  # terminals, and keys that nobody declares
@@ -752,6 +778,13 @@ def once(pairs: list[tuple[str, object]]) -> dict:
     return found
 
 
+def finite(text: str) -> float:
+    """A number of a schema's text."""
+    if not math.isfinite(float(text)):
+        raise refusal("schema", "", f"{text[:60]} is no number that JSON can hold")
+    return float(text)
+
+
 @grammar("json_schema")
 def json_schema_rules(schema: dict | bool | str, *, whitespace: str = "fixed", strict: bool = False, any_order: bool = False) -> Rules:
     """Rules for all values that a schema allows, as one of the layouts writes them. strict: objects have no other properties than those declared,
@@ -762,8 +795,10 @@ def json_schema_rules(schema: dict | bool | str, *, whitespace: str = "fixed", s
         text = schema if isinstance(schema, str) else json.dumps(schema, allow_nan=False)
         if len(text) > MAX_TEXT:
             raise refusal("schema", "", f"more than {MAX_TEXT} characters")
-        root = json.loads(text, object_pairs_hook=once)
-    except (ValueError, TypeError, RecursionError) as error:
+        root = json.loads(text, object_pairs_hook=once, parse_float=finite, parse_constant=finite)
+    except RecursionError:
+        raise refusal("schema", "", "is nested too deeply") from None
+    except (ValueError, TypeError) as error:
         if isinstance(error, GrammarError):
             raise
         raise refusal("schema", "", f"is no JSON: {str(error)[:100]}") from None

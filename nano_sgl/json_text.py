@@ -28,6 +28,7 @@ durations as RFC 3339's appendix has them.
 
 from __future__ import annotations
 
+import collections
 import functools
 import itertools
 import math
@@ -305,26 +306,6 @@ class Several:
         return frozenset(i for i, number in state if self.left.ends(number))
 
 
-class Counted:
-    """`low` to `high` letters."""
-    start = 0
-
-    def __init__(self, low: int, high: int | None):
-        self.low, self.high = low, high
-
-    def looks_at(self, state: int) -> int:
-        """The letters that make a difference."""
-        return 0
-
-    def step(self, state: int, bits: int) -> int | None:
-        """The state after a letter."""
-        return min(state + 1, self.low) if self.high is None else state + 1 if state < self.high else None
-
-    def accepts(self, state: int) -> bool:
-        """May the text end here?"""
-        return state >= self.low
-
-
 class Multiple:
     """Decimals that are a multiple of step / 10**places, or all that are not. A state is the rest, and how many places behind the point were read
     (None: no point yet); (-1, 0): it can be none any more."""
@@ -357,30 +338,175 @@ class Multiple:
         return (state[0] >= 0 and state[0] * 10 ** (self.places - (state[1] or 0)) % self.divisor == 0) == self.positive
 
 
+class State(NamedTuple):
+    """Of an automaton: what stands behind a text that ends here (NEVER: none does), and by the state after it the atoms that lead there, as bits."""
+    last: Expr
+    arcs: dict[int, int]
+
+
 def product(walkers: list, atoms: list[tuple[int, Expr]], name: str, rules: dict[str, Expr], refuse: Callable[[str], GrammarError],
-            end: Callable[[list], Expr] = lambda accepted: EMPTY if all(accepted) else NEVER) -> Expr:
-    """What all walkers accept, as rules whose names begin with `name`. end: what stands behind a text, by what each says of it."""
-    names = {tuple(walker.start for walker in walkers): f"{name}.0"}
-    todo = list(names)
+            end: Callable[[list], Expr] = lambda accepted: EMPTY if all(accepted) else NEVER, low: int = 0, high: int | None = None) -> Expr:
+    """What all walkers accept and is `low` to `high` letters long, as rules whose names begin with `name`. end: what stands behind a text, by what
+    each says of it."""
+    states, spellings = explored(walkers, atoms, refuse, end), [expr for _, expr in atoms]
+
+    @functools.lru_cache(maxsize=None)
+    def spell(bits: int) -> Expr:
+        return alt(expr for i, expr in enumerate(spellings) if bits >> i & 1)
+
+    if low or high is not None:
+        return counted(states, low, high, spell, name, rules, refuse)
+    for i, (last, arcs) in enumerate(states):
+        rules[f"{name}.{i}"] = alt([last, *(cat([spell(bits), Ref(f"{name}.{after}")]) for after, bits in arcs.items())])
+    return Ref(f"{name}.0")
+
+
+def explored(walkers: list, atoms: list[tuple[int, Expr]], refuse: Callable[[str], GrammarError], end: Callable[[list], Expr]) -> list[State]:
+    """The states of a product, from its start."""
+    numbers = {tuple(walker.start for walker in walkers): 0}
+    todo, found = list(numbers), {}
     while todo:
         states = todo.pop()
-        steps: dict[tuple, list[Expr]] = {}
+        arcs: dict[int, int] = {}
         seen = functools.reduce(int.__or__, (walker.looks_at(state) for walker, state in zip(walkers, states)))
         known: dict[int, tuple] = {}
-        for bits, expr in atoms:
+        for i, (bits, _) in enumerate(atoms):
             if bits & seen not in known:
                 known[bits & seen] = tuple(walker.step(state, bits) for walker, state in zip(walkers, states))
             after = known[bits & seen]
-            if None not in after:
-                steps.setdefault(after, []).append(expr)
-        for after in steps:
-            if after not in names:
-                if len(names) >= MAX_STATES:
+            if None in after:
+                continue
+            if after not in numbers:
+                if len(numbers) >= MAX_STATES:
                     raise refuse(f"together with what else must hold takes more than {MAX_STATES} states")
-                names[after] = f"{name}.{len(names)}"
+                numbers[after] = len(numbers)
                 todo.append(after)
-        last = end([walker.accepts(state) for walker, state in zip(walkers, states)])
-        rules[names[states]] = alt([last, *(cat([alt(exprs), Ref(names[after])]) for after, exprs in steps.items())])
+            arcs[numbers[after]] = arcs.get(numbers[after], 0) | 1 << i
+        found[numbers[states]] = State(end([walker.accepts(state) for walker, state in zip(walkers, states)]), arcs)
+        tick()
+    return [found[i] for i in range(len(found))]
+
+
+def distances(states: list[State]) -> tuple[dict[int, int], dict[int, int]]:
+    """How many letters at least lead from a state to an end, and how many at most, where there is a bound; states without an end are in neither."""
+    before: dict[int, list[int]] = {}
+    for i, (_, arcs) in enumerate(states):
+        for after in arcs:
+            before.setdefault(after, []).append(i)
+    least = {i: 0 for i, state in enumerate(states) if state.last != NEVER}
+    todo = collections.deque(least)
+    while todo:
+        after = todo.popleft()
+        for i in before.get(after, ()):
+            if i not in least:
+                least[i] = least[after] + 1
+                todo.append(i)
+    waits = {i: sum(after in least for after in states[i].arcs) for i in least}  # arcs whose bound is not known yet
+    most, todo = {}, collections.deque(i for i, count in waits.items() if not count)
+    while todo:
+        i = todo.popleft()
+        most[i] = max((most[after] + 1 for after in states[i].arcs if after in least), default=0)
+        for one in before.get(i, ()):
+            if one in waits:
+                waits[one] -= 1
+                todo.extend([one] * (not waits[one]))
+    return least, most
+
+
+def merged(states: list[State]) -> list[State]:
+    """The automaton with equal states made one (Moore), without those from which there is no end; the start stays the first."""
+    least, most = distances(states)
+
+    def sorted_by(signs: dict[int, tuple]) -> dict[int, int]:
+        kinds: dict[tuple, int] = {}
+        return {i: kinds.setdefault(signs[i], len(kinds)) for i in sorted(signs)}
+
+    def onward(i: int) -> dict[int, int]:
+        arcs: dict[int, int] = {}
+        for after, bits in states[i].arcs.items():
+            if after in least:
+                arcs[classes[after]] = arcs.get(classes[after], 0) | bits
+        return arcs
+
+    classes, count = sorted_by({i: (states[i].last, least[i], most.get(i)) for i in least}), 0
+    while count <= max(classes.values()):
+        count = max(classes.values()) + 1
+        classes = sorted_by({i: (classes[i], frozenset(onward(i).items())) for i in least})
+        tick()
+    found = {classes[i]: State(states[i].last, onward(i)) for i in sorted(least, reverse=True)}
+    return [found[i] for i in range(len(found))]
+
+
+def counted(states: list[State], low: int, high: int | None, spell: Callable[[int], Expr], name: str, rules: dict[str, Expr],
+            refuse: Callable[[str], GrammarError]) -> Expr:
+    """What an automaton accepts in `low` to `high` letters. A state is one of the automaton's and how many letters were read, or None where that
+    does not matter any more. Where these are too many, a run of letters that stays in its state is counted in units, rounded up."""
+    if 0 not in distances(states)[0]:
+        return NEVER
+    states = merged(states)
+    least, most = distances(states)
+    pure = {i for i, (_, arcs) in enumerate(states) if set(arcs) == {i}}
+
+    def enter(i: int, count: int | None, unit: int) -> tuple[int, int | None] | None:
+        if count is None or (high is None or i in most and count + most[i] <= high) and count + least[i] >= low:
+            return i, None
+        if high is not None and count + least[i] > high:
+            return None
+        if count >= low and i in states[i].arcs and i not in pure:
+            count = min(low - (low - count) // unit * unit, high - least[i])
+        return i, count
+
+    def leave(state: tuple[int, int | None], unit: int) -> list[tuple[int, tuple]]:
+        """The letters and the states after them; a run of letters costs as much as its unit."""
+        (i, count), arcs = state, states[state[0]].arcs
+        if i in pure:
+            return []
+        taken = count if count is None else count + (run(state, unit) or 1)
+        after = [(bits, enter(one, taken, unit)) for one, bits in arcs.items()]
+        return [(bits, one) for bits, one in after if one is not None]
+
+    def run(state: tuple[int, int | None], unit: int) -> int:
+        """How many letters of a run are counted as one piece; 0: each on its own."""
+        i, count = state
+        if unit == 1 or count is None or count < low or i not in states[i].arcs or i in pure:
+            return 0
+        return min(unit, high - count - least[i])
+
+    def reached(unit: int, limit: int) -> dict[tuple, str] | None:
+        start = enter(0, 0, unit)
+        names, todo = {start: f"{name}.0"}, [start]
+        while todo:
+            for _, after in leave(todo.pop(), unit):
+                if after not in names:
+                    names[after] = f"{name}.{len(names)}"
+                    todo.append(after)
+            if len(names) > limit:
+                return None
+            tick()
+        return names
+
+    unit = 1
+    if enter(0, 0, unit) is None:
+        return NEVER
+    names = reached(unit, MAX_STATES)
+    while names is None:
+        unit *= 2
+        if high is None or unit > high:
+            raise refuse(f"together with what else must hold takes more than {MAX_STATES} states")
+        names = reached(unit, MAX_STATES // 2)
+    for state, own in names.items():
+        (i, count), (last, arcs) = state, states[state[0]]
+        if i in pure:
+            rules[own] = cat([repeat(spell(arcs[i]), max(low - (count or 0), 0), None if count is None or high is None else high - count), last])
+            continue
+        piece, parts = run(state, unit), [last if count is None or count >= low else NEVER]
+        onward = []
+        for bits, after in leave(state, unit):
+            if piece and after[0] == i:
+                onward.append(cat([repeat(spell(bits), piece, piece), Ref(names[after])]))
+            else:
+                parts.append(cat([spell(bits), Ref(names[after])]))
+        rules[own] = alt([cat([repeat(spell(arcs[i]), 0, piece - 1), alt(parts)]), *onward]) if piece else alt(parts)
         tick()
     return Ref(f"{name}.0")
 
@@ -623,6 +749,24 @@ FORMATS = {
     "json-pointer": POINTER, "relative-json-pointer": rf"(?:0|[1-9][0-9]*)(?:#|{POINTER})",
 }
 
+# What is written of a format under a bound on its length, where all of it has too many states: no literal addresses and no user in an authority;
+# hosts of 63 characters at most, so that no label is too long; mailboxes of 64 without quotes.
+FREE_HOST = r"[A-Za-z0-9](?:\.?[A-Za-z0-9]|-+[A-Za-z0-9])*"
+REG_NAME = rf"(?:[{UNRESERVED}{DELIMS}]|{PCT})*(?::[0-9]*)?"
+
+
+def shortened(text: str, high: int | None) -> tuple[list[str], int | None]:
+    """A format's expression as others that must all hold, few of whose states count, and the bound on its length that is left."""
+    if text == FORMATS["hostname"]:
+        return [FREE_HOST], 63 if high is None else min(high, 63)
+    if text == FORMATS["email"]:
+        size = 128 if high is None else high
+        host = min(63, size * 2 // 3)
+        lengths = [f"[^@]{{1,{min(64, size - 1 - host)}}}@[^@]{{1,{host}}}"] if size > 64 else []
+        return [rf"{ATEXT}(?:\.{ATEXT})*@{FREE_HOST}", *lengths], high
+    wide = UNRESERVED + WIDE
+    return [text.replace(AUTHORITY, REG_NAME).replace(AUTHORITY.replace(UNRESERVED, wide), REG_NAME.replace(UNRESERVED, wide))], high
+
 
 @functools.lru_cache(maxsize=1)
 def regex_rules() -> dict[str, Expr]:
@@ -672,6 +816,6 @@ if __name__ == "__main__":
     print(f"{'-5 to 120':>22}  {show(Bounds(Decimal(-5), False, Decimal(120), False).write(True))}")
     made: dict[str, Expr] = {}
     words = Letters()
-    both = [Derived(words.pattern("^a|b$")), Counted(2, 2), Derived(words.pattern("c"), False)]
-    product(both, words.atoms(words.pattern(one) for one in "abc"), "p", made, ValueError)
+    both = [Derived(words.pattern("^a|b$")), Derived(words.pattern("c"), False)]
+    product(both, words.atoms(words.pattern(one) for one in "abc"), "p", made, ValueError, low=2, high=2)
     print(f"{'^a|b$, 2 long, no c':>22}  {len(made)} states")

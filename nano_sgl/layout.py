@@ -22,7 +22,7 @@ Source: depth-first order is SGLang's (Zheng et al. 2024); runs at every level a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 Node = Any  # a radix.Node
@@ -34,46 +34,52 @@ class Layout:
     """Finds order and runs, and keeps the last answer."""
 
     def __init__(self):
-        self._key: tuple = ()
+        self._reqs: list[Req] = []
+        self._nodes: list[Node] = []  # the requests' nodes
         self._answer: tuple[list[Req], list[Run]] = ([], [])
 
-    def arrange(self, reqs: Sequence[Req]) -> tuple[list[Req], list[Run]]:
+    def arrange(self, reqs: Collection[Req]) -> tuple[list[Req], list[Run]]:
         """The requests in depth-first order of the tree, and the runs that ranges of them share."""
-        key = tuple((req, req.node) for req in reqs)
-        if key != self._key:
-            self._key, self._answer = key, arrange(reqs)
+        reqs, nodes = list(reqs), [req.node for req in reqs]
+        if nodes != self._nodes or reqs != self._reqs:
+            self._reqs, self._nodes, self._answer = reqs, nodes, arrange(reqs)
         return self._answer
 
 
 def arrange(reqs: Sequence[Req]) -> tuple[list[Req], list[Run]]:
     """`Layout.arrange`, from the nodes alone."""
-    below: dict[Node, list] = {}  # node -> what hangs there: (is a request, it), requests of the batch and nodes on the way to some
+    below: dict[Node, list[Req | Node]] = {}  # node -> what hangs there: requests of the batch, and nodes on the way to some
     tops: list[Node] = []
     for req in reqs:
-        item, node = (True, req), req.node
+        item, node = req, req.node
         while node is not None:
-            if node in below:
-                below[node].append(item)
+            here = below.get(node)
+            if here is not None:
+                here.append(item)
                 break
             below[node] = [item]
-            if node.parent is None:
-                tops.append(node)
-            item, node = (False, node), node.parent
+            item, node = node, node.parent
+        else:
+            tops.append(item)
     order: list[Req] = []
     runs: list[Run] = []
-    stack: list = [(False, node, None) for node in reversed(tops)]
+    stack: list = tops[::-1]  # requests, nodes, and of a run that its rows will end: (its first row, start, end)
     while stack:
-        is_request, item, first = stack.pop()
-        if is_request:
+        top = item = stack.pop()
+        if type(item) is tuple:
+            first, start, end = item
+            runs.append((first, len(order), start, end))
+            continue
+        here = below.get(item)
+        while here is not None and len(here) == 1:  # a chain: the same rows further down
+            item = here[0]
+            here = below.get(item)
+        if here is None:
             order.append(item)
-        elif first is None:
-            stack.append((False, item, len(order)))
-            stack.extend((*child, None) for child in reversed(below[item]))
-        elif len(order) - first > 1 and item.end > item.start:
-            run = (first, len(order), item.start, item.end)
-            if runs and runs[-1][:3] == (first, len(order), item.end):  # same rows further down: one longer run
-                run = (*run[:3], runs.pop()[3])
-            runs.append(run)
+            continue
+        if item.end > top.start:
+            stack.append((len(order), top.start, item.end))
+        stack += here[::-1]
     return order, runs
 
 

@@ -75,6 +75,8 @@ class Limbo:
     def commit(self, step: int) -> list[np.ndarray]:
         """Everything that no step still in flight can reach."""
         self.committed = max(self.committed, step)
+        if not self._waiting:
+            return []
         done = [things for at, things in self._waiting if at <= step]
         self._waiting = [(at, things) for at, things in self._waiting if at > step]
         return done
@@ -103,8 +105,9 @@ class SlotAllocator:
             raise ValueError(f"a pool of {num_slots} slots cannot hold one page of {page_size}")
         self.page_size = page_size
         self.num_pages = num_slots // page_size
-        self._free = np.arange(self.num_pages, 0, -1, dtype=np.int32)  # the top of the stack is its end: low pages go first
-        self._top = self.num_pages
+        self._free = np.arange(1, self.num_pages + 1, dtype=np.int32)
+        self._top = 0  # of the stack, which ends at the array's end: low pages go first
+        self.available = self.capacity  # tokens that can be allocated now
         self._in_page = np.arange(page_size, dtype=np.int32)
         self._limbo = Limbo()
 
@@ -113,20 +116,16 @@ class SlotAllocator:
         """Tokens the whole pool can hold."""
         return self.num_pages * self.page_size
 
-    @property
-    def available(self) -> int:
-        """Tokens that can be allocated now."""
-        return self._top * self.page_size
-
     def alloc(self, num_slots: int) -> np.ndarray | None:
         """`num_slots` slots (whole pages), or None and no change where the free list is too short. [num_slots] int32."""
         num_pages = num_slots // self.page_size
         if num_pages * self.page_size != num_slots:
             raise ValueError(f"{num_slots} slots are not whole pages of {self.page_size}")
-        if num_pages > self._top:
+        if num_slots > self.available:
             return None
-        pages = self._free[self._top - num_pages:self._top][::-1].copy()
-        self._top -= num_pages
+        pages = self._free[self._top:self._top + num_pages].copy()
+        self._top += num_pages
+        self.available -= num_slots
         return pages if self.page_size == 1 else np.add.outer(pages * self.page_size, self._in_page).reshape(-1)
 
     def free(self, slots: np.ndarray, *, held_by_step: bool = True) -> None:
@@ -140,10 +139,11 @@ class SlotAllocator:
             self._push(pages)
 
     def _push(self, pages: np.ndarray) -> None:
-        if self._top + len(pages) > self.num_pages:
+        if len(pages) > self._top:
             raise AssertionError(f"{len(pages)} pages freed beyond the pool: a page was freed twice")
+        self._top -= len(pages)
         self._free[self._top:self._top + len(pages)] = pages
-        self._top += len(pages)
+        self.available += len(pages) * self.page_size
 
     def launch(self, step: int) -> None:
         self._limbo.launched = step
@@ -159,7 +159,7 @@ class SlotAllocator:
 
     def free_pages(self) -> np.ndarray:
         """For the audit: pages on the free list."""
-        return self._free[:self._top]
+        return self._free[self._top:]
 
     def limbo_pages(self) -> np.ndarray:
         """For the audit: pages that wait for a step to commit."""
@@ -343,7 +343,7 @@ class Rows:
 
 def _demo() -> None:
     pool = SlotAllocator(num_slots=32, page_size=4)
-    show = lambda: f"free {pool.free_pages()[::-1]}  limbo {pool.limbo_pages()}"
+    show = lambda: f"free {pool.free_pages()}  limbo {pool.limbo_pages()}"
     print("8 pages of 4 slots:        ", show())
     slots = pool.alloc(12)
     print("alloc(12) ->", slots, show())

@@ -284,6 +284,12 @@ class SamplingParams(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_f
         return Grammar("reasoning", None, thinking) if thinking else None
 
     @property
+    def constrained(self) -> bool:
+        """Is there a `grammar`? Costs a tenth of it."""
+        return bool(self.regex or self.ebnf or self.choice or self.json_schema or self.json_object or self.structural_tag
+                    or self.reasoning_end is not None)
+
+    @property
     def greedy(self) -> bool:
         """Is the most likely token always taken?"""
         return self.temperature < GREEDY_TEMPERATURE or self.top_k == 1 or self.top_p == 0

@@ -22,6 +22,7 @@ Source: SGLang's reasoning parsers; DeepSeek-R1 (2025) and Qwen3 (2025) for the 
 
 from __future__ import annotations
 
+import codecs
 from typing import NamedTuple
 
 
@@ -70,6 +71,8 @@ class Splitter:
     def __init__(self, style: Style, opened: bool):
         self.style, self.opened = style, opened
         self.held, self.field = "", None       # what is not sorted yet; None: not even an opening tag was ruled out
+        self.before: list[str] = []            # blanks before what may be an opening tag
+        self.thought = False                   # has it?
         self.blanks = False                    # those behind the closing tag are part of nothing
 
     def feed(self, text: str, ended: bool = False) -> list[tuple[str, str]]:
@@ -78,11 +81,14 @@ class Splitter:
         found: list[tuple[str, str]] = []
         if self.field is None:
             begun = self.held.lstrip()
+            self.before.append(self.held[:len(self.held) - len(begun)])
+            self.held = begun
             if begun.startswith(self.style.begin):
                 self.field, self.held = REASONING, begun[len(self.style.begin):]
             elif ended or not self.style.begin.startswith(begun):
-                self.field = REASONING if self.opened else CONTENT
+                self.field, self.held = REASONING if self.opened else CONTENT, "".join([*self.before, begun])
         if self.field == REASONING:
+            self.thought = True
             thoughts, tag, rest = self.held.partition(self.style.end)
             keep = 0 if tag or ended else overlap(thoughts, self.style.end)
             found.append((REASONING, thoughts[:len(thoughts) - keep]))
@@ -94,6 +100,35 @@ class Splitter:
             found.append((CONTENT, self.held))
             self.held = ""
         return [(field, part) for field, part in found if part]
+
+
+class Counter:
+    """Counts the tokens of an output that are thoughts, with their tags. One for each output."""
+
+    def __init__(self, style: Style, opened: bool, closed: bool = False):
+        """opened, closed: whether the output begins in thoughts, or behind them."""
+        self.splitter, self.decoder = Splitter(style, opened), codecs.getincrementaldecoder("utf-8")("replace")
+        self.splitter.field = CONTENT if closed else None
+        self.sure = self.waiting = 0           # tokens of thoughts; of what may become thoughts
+
+    def add(self, token: bytes) -> None:
+        """Take the bytes of a token."""
+        if self.ended:
+            return
+        self.waiting += 1
+        self.splitter.feed(self.decoder.decode(token))
+        if self.splitter.thought:
+            self.sure, self.waiting = self.sure + self.waiting, 0
+
+    @property
+    def ended(self) -> bool:
+        """Is what follows the answer?"""
+        return self.splitter.field == CONTENT
+
+    @property
+    def tokens(self) -> int:
+        """So far."""
+        return self.sure + (self.waiting if self.splitter.opened and self.splitter.field is None else 0)
 
 
 if __name__ == "__main__":

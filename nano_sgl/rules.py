@@ -168,7 +168,10 @@ def alt(parts: Iterable[Expr]) -> Expr:
 
 
 def repeat(item: Expr, low: int, high: int | None) -> Expr:
-    """`low` to `high` times the item. A repeat of a repeat is one, if its counts leave no gap: (x{a,b}){c,d} = x{ac,bd}."""
+    """`low` to `high` times the item. A repeat of a repeat is one, if its counts leave no gap: (x{a,b}){c,d} = x{ac,bd}. Raises GrammarError for
+    counts above MAX_COUNT."""
+    if max(low, high or 0) > MAX_COUNT:
+        raise GrammarError(f"a count of {max(low, high or 0)}: counts go to {MAX_COUNT}", "count")
     if high == 0 or item == EMPTY or (item == NEVER and low == 0):
         return EMPTY
     if item == NEVER or (low == 1 and high == 1):

@@ -84,7 +84,7 @@ class Req:
         self.computed_len = 0
         self.pending = 0                  # tokens being sampled in steps not yet committed, one a step
         self.guessed = 0                  # and as many more at most, where guesses turn out right, or a grammar's row is there in time
-        self.constrained = self.params.grammar is not None  # its steps may sample nothing: none of them is `pending`
+        self.constrained = self.params.constrained  # its steps may sample nothing: none of them is `pending`
         self.held = False                 # sits out until its grammar's row is there
         self.in_flight = 0                # steps launched and not yet committed that hold this request
         self.cached_tokens: int | None = None   # prompt tokens found in the tree at first admission
@@ -259,10 +259,9 @@ class Scheduler:
     def expire(self) -> list[Req]:
         """End, as `abort` does, the requests whose time is up: `waiting_timeout` without a first row, `running_timeout` since they got it (a
         retracted request that waits again runs on). Returns them."""
-        waiting_timeout, running_timeout = self.timeouts
-        if waiting_timeout is None and running_timeout is None:
+        if self.timeouts == (None, None):
             return []
-        now, late = self.clock(), []
+        (waiting_timeout, running_timeout), now, late = self.timeouts, self.clock(), []
         for req in self.reqs.values():
             since, limit = (req.queued_at, waiting_timeout) if req.started_at is None else (req.started_at, running_timeout)
             if limit is not None and now - since > limit:
@@ -322,7 +321,7 @@ class Scheduler:
         for req in sorted(rows, key=_dearest_first):  # who is served last is cheap to retract
             missing = self._missing(req, needed(req))
             if req.state == "running" and not req.leaving and self._make_room(req, missing):
-                self._grow(req, missing)
+                self._own(req, self._alloc(missing))
                 plan[req] = 1
         return draft_lens
 
@@ -351,15 +350,16 @@ class Scheduler:
             upto = min(req.computed_len + budget, seq_len)
             if upto < seq_len:
                 upto -= upto % self.page  # a chunk ends with a page, so that all of it can enter the tree
-            missing = self._missing(req, req.known_len + self.reserve if upto == seq_len else upto)
-            if upto <= req.computed_len or not self._make_room(req, missing):
+            missing = self._missing(req, seq_len - req.pending + self.reserve if upto == seq_len else upto)
+            if upto <= req.computed_len or missing > self._free_slots and not self._make_room(req, missing):
                 return 0
             if retractions == self.counters.retractions:
                 break
             if self.cache:
                 self._adopt(req)  # who was retracted may have left in the tree what comes next here
         begins = not len(req.own)
-        self._grow(req, missing)
+        if missing:
+            self._own(req, self._alloc(missing))
         if self.cache:
             if begins and self.page > 1:
                 self._copy_begun_page(req, upto, plan)
@@ -434,34 +434,35 @@ class Scheduler:
         count = end - req.own_start
         if count <= 0:
             return
-        node, present = self.tree.insert(req.key()[4 * req.own_start:4 * end], req.own[:count], below=req.node,
-                                         step=self.step, prompt_len=req.prompt_len, priority=req.request.priority)
-        assert present == 0, "adopted a moment ago, yet the tree has more"
-        req.node, req.own_start, req.own = self.tree.move_lock(req.node, node), end, req.own[count:]
+        own, req.own = (req.own, ()) if count == len(req.own) else (req.own[:count], req.own[count:])
+        if req.place is not None and req.place.node.end == end and not req.output_ids:  # all of the prompt: the common case
+            req.node, req.place = self.tree.compute(req.place, req.node, own, step=self.step, priority=req.request.priority), None
+        else:
+            node, present = self.tree.insert(req.key()[4 * req.own_start:4 * end], own, below=req.node,
+                                             step=self.step, prompt_len=req.prompt_len, priority=req.request.priority)
+            assert present == 0, "adopted a moment ago, yet the tree has more"
+            req.node = self.tree.move_lock(req.node, node)
+        req.own_start = end
         req.counted_len = max(req.counted_len, end)
         self._published.add(req)
 
     def _lead(self, req: Req) -> None:
         """Whoever wants what a request will compute beyond this step waits for it; nobody does any more when all of its prompt is launched."""
-        if req.place is not None:
-            if req.place.node.slots is None:
-                self.tree.advance(req.place)
-            else:
-                self.tree.stop_leading(req.place)
-                req.place = None
+        if req.place is not None and req.place.node.slots is None:
+            self.tree.advance(req.place)
+        elif req.place is not None:
+            self.tree.stop_leading(req.place)
+            req.place = None
 
     def _launch(self, plan: dict[Req, int], draft_lens: dict[Req, int], started: list[Req]) -> Batch:
-        order, shared = self._layout.arrange(list(plan))
-        counts, drafts = [plan[r] for r in order], [draft_lens.get(r, 0) for r in order]
-        complete = [r.computed_len + n == r.seq_len for r, n in zip(order, counts)]
-        samples = [whole and r.max_new > 0 for r, whole in zip(order, complete)]
-        rows, starts, draft_lens, slack, limits, store_from, owed_from = np.array(
-            [[r.row for r in order], [r.computed_len for r in order], drafts, [r.guessed for r in order], [r.columns for r in order],
-             [r.store_from for r in order], [-1 if r.prompt_logprobs_from is None else r.prompt_logprobs_from for r in order]], np.int32)
-        batch = Batch(self.step, order, rows, starts, np.array(counts, np.int32) + draft_lens, draft_lens, slack, limits, store_from,
-                      np.array(complete), np.array(samples), owed_from, started, shared, self._writes)
-        self._writes = Writes()
-        for req, n, draft_len, samples in zip(order, counts, drafts, samples):
+        order, shared = self._layout.arrange(plan)
+        columns, computed = [], 0  # what the batch says of a row, row after row; tokens
+        for req in order:
+            n, draft_len = plan[req], draft_lens.get(req, 0)
+            complete = req.computed_len + n == req.seq_len
+            samples, owed_from = complete and req.max_new > 0, -1 if req.prompt_logprobs_from is None else req.prompt_logprobs_from
+            columns += (req.row, req.computed_len, n + draft_len, draft_len, req.guessed, req.columns, req.store_from, owed_from, complete, samples)
+            computed += n + draft_len
             req.in_flight += 1
             req.computed_len += n
             req.guessed += draft_len
@@ -471,10 +472,13 @@ class Scheduler:
                 req.computed_len -= 1
                 req.guessed += 1
                 req.store_from = max(req.store_from, req.own_start)
+        *columns, owed_from, complete, samples = np.array(array.array("i", columns)).reshape(len(order), -1).T.copy()
+        batch = Batch(self.step, order, *columns, complete.astype(bool), samples.astype(bool), owed_from, started, shared, self._writes)
+        self._writes = Writes()
         self.slots.launch(self.step)
         self.rows.launch(self.step)
         self.counters.steps += 1
-        self.counters.computed_tokens += sum(counts) + sum(drafts)
+        self.counters.computed_tokens += computed
         self.counters.copied_tokens += batch.writes.copied
         self.ratio = max(RATIO_MIN, self.ratio * RATIO_DECAY)
         return batch
@@ -508,7 +512,7 @@ class Scheduler:
 
     def _has_place(self, needed: int) -> bool:
         """Whether one more may start, that needs so many slots together with what the running ones still need; alone it always may."""
-        return not self._rows_are_full and (not self.running or needed <= self._free_slots)
+        return not self._rows_are_full and (needed <= self._free_slots or not self.running)
 
     @property
     def _rows_are_full(self) -> bool:
@@ -523,11 +527,11 @@ class Scheduler:
         """Start waiting requests; returns those that got a row."""
         started: list[Req] = []
         nothing_new = self.step < self._full_until[0] and self._events == self._full_until[1]
-        if not self.waiting or nothing_new or self._rows_are_full and not self.policy.preempts:
+        if not self.waiting or nothing_new or budget < self.page or self._rows_are_full and not self.policy.preempts:
             return started
         promised = sum(self._still_needed(r) for r in self.running)
         for req in self._candidates():
-            if budget < self.page or self._suspects and any(r.suspect or req.suspect for r in self.running):
+            if self._suspects and any(r.suspect or req.suspect for r in self.running):
                 break
             node = self._lock(req, self.tree.parking(req.place.node)) if self.cache else self.tree.root(req.request.namespace)
             needed = self._expected_columns(req)
@@ -550,6 +554,8 @@ class Scheduler:
             started.append(req)
             budget -= used
             promised += max(needed - req.columns, 0)
+            if budget < self.page or self._rows_are_full and not self.policy.preempts:
+                break  # before another one is looked for
         return started
 
     def _preempt(self, req: Req, lacking: int) -> None:
@@ -597,8 +603,8 @@ class Scheduler:
         """Columns a request will probably need in the end, in whole pages."""
         made = len(req.output_ids)
         likely = int(self.ratio * min(req.max_new - made, OUTPUT_ESTIMATE))
-        columns = min(req.last_column, req.prompt_len + made + self.reserve + likely)
-        return -(-columns // self.page) * self.page
+        columns = min(req.last_column, req.prompt_len + made + self.reserve + likely) + self.page - 1
+        return columns - columns % self.page
 
     def _still_needed(self, req: Req) -> int:
         return 0 if req.leaving else max(self._expected_columns(req) - req.columns, 0)
@@ -615,7 +621,7 @@ class Scheduler:
 
     def _missing(self, req: Req, columns: int) -> int:
         """Slots, in whole pages, that a row lacks for its first `columns` columns."""
-        missing = min(columns, max(req.last_column, req.known_len)) - req.own_start - len(req.own)
+        missing = (columns if columns <= req.last_column else min(columns, max(req.last_column, req.known_len))) - req.own_start - len(req.own)
         return -(-missing // self.page) * self.page if missing > 0 else 0
 
     def _own(self, req: Req, slots: np.ndarray) -> None:
@@ -641,11 +647,6 @@ class Scheduler:
             if victim is req:
                 return False
         return True
-
-    def _grow(self, req: Req, missing: int) -> None:
-        """Give a row the slots that it is missing: there is room."""
-        if missing:
-            self._own(req, self._alloc(missing))
 
     def _retract(self, req: Req) -> None:
         req.retractions += 1
@@ -685,15 +686,16 @@ class Scheduler:
 
     def _release(self, req: Req) -> None:
         """Give up row, slots and lock. What was computed enters the tree, up to the last known token, unless the request was spoiled."""
-        upto = min(req.computed_len, req.known_len, req.columns)  # a step may have run over what was asked for
-        count = upto - upto % self.page - req.own_start if self.cache and not req.spoiled else 0
-        own = np.asarray(req.own, np.int32)
-        if count > 0:
-            key = req.key()[4 * req.own_start:4 * (req.own_start + count)]
-            _, present = self.tree.insert(key, own[:count], below=req.node, prompt_len=req.prompt_len, priority=req.request.priority,
-                                          counted_len=req.counted_len)
-            own = np.concatenate([own[:present], own[count:]])  # duplicates of what the tree has, and what it does not take
-        self.slots.free(own)
+        if len(req.own):
+            own = np.asarray(req.own, np.int32)
+            upto = min(req.computed_len, req.known_len, req.columns)  # a step may have run over what was asked for
+            count = upto - upto % self.page - req.own_start
+            if count > 0 and self.cache and not req.spoiled:
+                key = req.key()[4 * req.own_start:4 * (req.own_start + count)]
+                _, present = self.tree.insert(key, own[:count], below=req.node, prompt_len=req.prompt_len, priority=req.request.priority,
+                                              counted_len=req.counted_len)
+                own = np.concatenate([own[:present], own[count:]])  # duplicates of what the tree has, and what it does not take
+            self.slots.free(own)
         if self.cache:
             if req.place is not None:
                 self.tree.stop_leading(req.place)
@@ -771,7 +773,6 @@ class Scheduler:
 
         Those of the first are suspects: they run one after the other, each alone, until they are past the point where it failed, so that one
         that always fails takes no other with it. Returns the request that has failed alone as a suspect: it is ended now.
-
         Rows that sat these steps out are queued again too: they may have adopted nodes of these steps, and what these steps were to write
         to their rows is lost.
         """
@@ -809,12 +810,10 @@ class Scheduler:
         """Prove that free list, tree, rows and limbo partition the pool, and that every row's slots are the tree's and its own."""
         self.tree.check()
         free, limbo = self.slots.free_pages(), self.slots.limbo_pages()
-        nodes = [node.slots for node in self.tree.walk()]
-        own = [np.array(req.own, np.int32) for req in self.running]
-        in_use = np.concatenate([*nodes, *own, np.empty(0, np.int32)])
-        pages = np.concatenate([free, limbo, in_use[::self.page] // self.page])
+        in_use = [np.empty(0, np.int32), *(node.slots for node in self.tree.walk()), *(np.array(req.own, np.int32) for req in self.running)]
+        pages = np.concatenate([free, limbo, np.concatenate(in_use)[::self.page] // self.page])
         assert np.array_equal(np.sort(pages), np.arange(1, self.slots.num_pages + 1)), (
-            f"pages are lost or owned twice: free {len(free)}, limbo {len(limbo)}, in use {len(in_use) // self.page} of {self.slots.num_pages}")
+            f"pages are lost or owned twice: free {len(free)}, limbo {len(limbo)}, in use {len(pages) - len(free) - len(limbo)}")
         rows = sorted([req.row for req in self.running] + list(self.rows.idle_rows()))
         assert rows == list(range(1, len(self.rows.length))), f"rows are lost or owned twice: {rows}"
         for req in self.running:

@@ -11,7 +11,8 @@ request forms of SGLang and of XGrammar; the older one says the same as a `trigg
     sequence, or                                `elements`, all of them or one
     optional, star, plus, repeat                `content`, so many times
     tag                                         `begin`, `content`, and `end`, or one of several
-    triggered_tags                              free text in which `triggers` may come, each the beginning of some of the `tags`
+    triggered_tags                              free text in which `triggers` may come, each the beginning of some of the `tags`;
+                                                those that are `leading` count only where it begins, and behind a tag
     tags_with_separator                         `tags`, one after the other, and nothing but `separator` between them
 
     free text --trigger "<fn="--> "f>" or "g>", as the tags go on --> content --> end --> free text, unless `stop_after_first`
@@ -37,7 +38,7 @@ from typing import Any, NamedTuple
 
 from . import json_schema, schema  # noqa: F401 (json_schema registers itself)
 from .free_text import until
-from .rules import BYTES, EMPTY, MAX_COUNT, MAX_DEPTH, NEVER, Cat, Expr, GrammarError, Or, Ref, Repeat, Rules, alt, cat, literal, repeat, show
+from .rules import BYTES, EMPTY, MAX_COUNT, MAX_DEPTH, NEVER, Cat, Expr, GrammarError, Or, Ref, Repeat, Rules, alt, cat, literal, repeat, show, tick
 from .schema import MAX_TEXT, check_text, grammar, strings
 
 ENDS = None     # the output ends here
@@ -60,7 +61,7 @@ FORMATS: dict[str, dict[str, tuple[str, Any]]] = {
     "repeat": {"content": ("format", NEEDED), "min": ("count", NEEDED), "max": ("count", NEEDED)},
     "tag": {"begin": ("text", NEEDED), "content": ("format", NEEDED), "end": ("end", NEEDED)},
     "triggered_tags": {"triggers": ("some texts", NEEDED), "tags": ("formats", NEEDED), "at_least_one": ("flag", False),
-                       "stop_after_first": ("flag", False), "excludes": ("texts", ())},
+                       "stop_after_first": ("flag", False), "excludes": ("texts", ()), "leading": ("texts", ())},
     "tags_with_separator": {"tags": ("formats", NEEDED), "separator": ("text", NEEDED), "at_least_one": ("flag", False),
                             "stop_after_first": ("flag", False)},
 }
@@ -189,15 +190,15 @@ class Writer:
             self.embedded[key] = Ref(prefix + made.start)
         return self.embedded[key]
 
-    def free(self, stops: dict[str, Expr], excludes: Sequence[str], place: str, ends: Ends) -> Expr:
-        """Free text up to a stop, or to one of the ends; neither holds what is excluded."""
+    def free(self, stops: dict[str, Expr], excludes: Sequence[str], place: str, ends: Ends, leading: dict[str, Expr] | None = None) -> Expr:
+        """Free text up to a stop, or to one of the ends; neither holds what is excluded. leading: see `until`."""
         if ends is not ENDS and not ends:
             raise refusal(place, "free text comes before something that cannot be looked for: put it last, or into a tag that has an end")
         stops = dict.fromkeys(excludes, NEVER) | stops
         for end in ends or ():
             stops[end] = alt([stops.get(end, NEVER), EMPTY])
         try:
-            return until(stops, ends is ENDS, f"text{len(self.rules)}:", self.rules)
+            return until(stops, ends is ENDS, f"text{len(self.rules)}:", self.rules, leading)
         except GrammarError as error:
             raise refusal(place, error.message) from None
 
@@ -280,24 +281,27 @@ class Writer:
 
     def dispatch(self, tags: list[Tag], fields: dict, place: str, ends: Ends) -> Expr:
         """The same, of tags that were read."""
-        triggers, once, free = fields["triggers"], fields["stop_after_first"], f"free{len(self.rules)}:"
+        triggers, leading, once = fields["triggers"], fields.get("leading", ()), fields["stop_after_first"]
+        free = f"free{len(self.rules)}:"
         begun: list[tuple[str, Expr]] = []
         for tag in tags:
-            if not any(map(tag.begin.startswith, triggers)):
+            if not any(map(tag.begin.startswith, [*triggers, *leading])):
                 raise refusal(f"{tag.place}/begin", f"{tag.begin!r} begins with none of the triggers: it would never be seen", "triggers")
             name = f"tag{len(self.rules)}:"
             self.rules[name] = NEVER    # the name is taken
             self.rules[name] = self.inside(tag, ends) if once else cat([self.inside(tag, UNSEEN), Ref(free)])
             begun.append((tag.begin, Ref(name)))
         stops = {}
-        for i, trigger in enumerate(triggers):
+        for name, i, trigger in [(name, *one) for name, given in (("triggers", triggers), ("leading", leading)) for one in enumerate(given)]:
             stops[trigger] = fork([(begin[len(trigger):].encode(), expr) for begin, expr in begun if begin.startswith(trigger)])
             if stops[trigger] == NEVER:
-                raise refusal(f"{place}/triggers/{i}", f"{trigger!r} begins none of the tags; to forbid a text is for 'excludes'", "triggers")
+                raise refusal(f"{place}/{name}/{i}", f"{trigger!r} begins none of the tags; to forbid a text is for 'excludes'", name)
+            tick()
         first = fork([(begin.encode(), expr) for begin, expr in begun])
         if once and fields["at_least_one"]:
             return first
-        self.rules[free] = self.free(stops, fields.get("excludes", ()), place, ends)
+        within = {trigger: stops[trigger] for trigger in triggers}
+        self.rules[free] = self.free(within, fields.get("excludes", ()), place, ends, {trigger: stops[trigger] for trigger in leading})
         return first if fields["at_least_one"] else Ref(free)
 
     def separated(self, fields: dict, place: str, ends: Ends) -> Expr:

@@ -22,7 +22,8 @@ Invariants. Deltas add up to the message, however the text was cut. What has not
 written; but blanks around calls are dropped. Arguments are the text that the model wrote, without a look inside: under a grammar they are valid,
 and a text that was cut may cut them, too, which its finish_reason says.
 
-Cost: a few searches a piece, and a look at each character of arguments. Where it stops: two formats; other models' calls stay text.
+Cost: a few searches a piece, in HEAD_SPARE characters and a name at most, and a look at each character of arguments. Where it stops: two formats;
+other models' calls stay text. Where a grammar holds bare calls, one that is spelled in another way than the grammar spells it is content.
 Sources: OpenAI's API reference (chat, function calling); the templates of Hermes 2 Pro, Qwen 2.5 and 3, and Llama 3.1; SGLang's parsers.
 """
 
@@ -37,7 +38,7 @@ import msgspec
 import regex
 
 from .protocol import Grammar, RequestError, show
-from .reasoning import CONTENT, Splitter, Style, overlap
+from .reasoning import CONTENT, REASONING, Splitter, Style, overlap
 
 
 class Function(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
@@ -67,7 +68,7 @@ class ToolChoice(msgspec.Struct, forbid_unknown_fields=True):
 
 class Format(NamedTuple):
     """How a call is written: `open {"name": ..., key: ...} close`. trigger: what announces one in the middle of a text; bare: at the beginning of a
-    text, and after another call, it may come without; begun: the beginning that a grammar looks for; shown: what a template has that explains it."""
+    text, and after another call, it may come without; begun: how that starts under a grammar; shown: what a template has that explains it."""
     open: str
     key: str
     close: str
@@ -78,13 +79,14 @@ class Format(NamedTuple):
     shown: regex.Pattern
 
 
-HERMES = Format("<tool_call>\n", "arguments", "\n</tool_call>", "\n", "<tool_call>", False, "<tool_call>",
+HERMES = Format("<tool_call>\n", "arguments", "\n</tool_call>", "\n", "<tool_call>", False, "",
                 regex.compile(r"""<tool_call>(\\+n|\s)*\{\\*["'](name|arguments)\\*["']"""))
 LLAMA3 = Format("", "parameters", "", "; ", "<|python_tag|>", True, '{"name": "', regex.compile(r'\{\\*"name\\*": function name, \\*"parameters\\*"'))
 FORMATS = {"hermes": HERMES, "qwen": HERMES, "qwen25": HERMES, "llama3": LLAMA3}
 HEAD = regex.compile(r"""\s*+\{\s*+ (?:"type"\s*+:\s*+"function"\s*+,\s*+)? "name"\s*+:\s*+("(?:[^"\\]|\\.)*+")\s*+,\s*+
                          "(?:arguments|parameters)"\s*+:\s*+(?=\{)""", regex.VERBOSE)
-BARE = regex.compile(r"\s*+(?:;\s*+)?(?=\{)")
+LEADING_BLANKS = " \t\r\n;"      # what may stand before a bare call, in free_text's grammar as well
+HEAD_SPARE = TAIL_LIMIT = 256    # characters: of the beginning of a call, beside the name; and of its end
 JSON_END = regex.compile(r'["\\{}]')
 
 
@@ -102,6 +104,7 @@ class Toolbox:
     def __init__(self, tools: list[Tool], choice: str | ToolChoice, parallel: bool, form: Format):
         self.tools, self.choice, self.parallel, self.form = tools, choice, parallel, form
         self.names = [tool.function.name for tool in tools]
+        self.own: str | None = None         # the kind of the request's own grammar, beside which calls are held
 
     @classmethod
     def of(cls, tools: list[Tool] | None, choice: str | ToolChoice | None, parallel: bool, form: Format | None, takes_tools: bool) -> Toolbox | None:
@@ -135,12 +138,18 @@ class Toolbox:
 
     @property
     def chars(self) -> int:
-        """How long they are in a prompt, about: their descriptions and parameters."""
-        return sum(len(tool.function.description or "") + len(json.dumps(tool.function.parameters, ensure_ascii=False)) for tool in self.tools)
+        """How long they are in a prompt, about: their names, descriptions and parameters."""
+        return sum(len(one.name) + len(one.description or "") + len(json.dumps(one.parameters, ensure_ascii=False))
+                   for one in (tool.function for tool in self.tools))
 
     def for_template(self) -> list[dict]:
         """The tools as templates expect them."""
         return [msgspec.to_builtins(tool) for tool in self.tools]
+
+    @property
+    def held(self) -> bool:
+        """Is the output held to the form of calls, even if the request has no grammar?"""
+        return self.choice != "auto" or not self.parallel or any(tool.function.strict for tool in self.tools)
 
     def constraint(self, grammar: Grammar | None) -> dict | None:
         """The structural tag that the output must follow; None: it is not held to its calls. grammar: what else the request asks for. RequestError
@@ -148,14 +157,18 @@ class Toolbox:
         forced = self.choice != "auto"
         if forced and grammar is not None:
             raise RequestError(f"tool_choice asks for a call and {grammar.kind} for something else: leave one of them out", "tool_choice")
-        if not forced and grammar is None and self.parallel and not any(tool.function.strict for tool in self.tools):
+        if grammar is None and not self.held:
             return None
+        self.own = grammar and grammar.kind
         tags = [self._tag(tool, forced or grammar is not None) for tool in self.tools
                 if not isinstance(self.choice, ToolChoice) or tool.function.name == self.choice.function.name]
         once = not self.parallel or isinstance(self.choice, ToolChoice)
         calls = {"type": "tags_with_separator", "tags": tags, "separator": self.form.separator, "at_least_one": True, "stop_after_first": once}
         if not forced and grammar is None:
-            calls = {"type": "triggered_tags", "tags": tags, "triggers": [self.form.begun], "stop_after_first": once}
+            calls = {"type": "triggered_tags", "tags": tags, "triggers": [self.form.trigger], "stop_after_first": once}
+            if self.form.bare:
+                marked = [tag | {"begin": self.form.trigger + tag["begin"]} for tag in tags]
+                calls |= {"tags": tags + marked, "triggers": [self.form.trigger + self.form.begun], "leading": [self.form.begun]}
         elif not forced:
             calls = {"type": "or", "elements": [as_format(grammar), calls]}
         return {"type": "structural_tag", "format": calls}
@@ -171,12 +184,14 @@ class Toolbox:
         return {"type": "tag", "begin": begin, "content": content, "end": "}" + self.form.close}
 
     def blame(self, error: RequestError) -> RequestError:
-        """What a refusal of that structural tag means to a client, who has sent tools."""
+        """What a refusal of that structural tag means to a client, who has sent tools, and perhaps a grammar."""
         if error.param != "structural_tag":
             return error
+        if self.own and (found := regex.search(r"^(?:structural_tag: )?/format/elements/0(?:/\w+)*: (.*)", error.message, regex.DOTALL)):
+            return RequestError(f"{self.own}: {found[1]}", self.own, error.status)
         found = regex.search(r"/tags/(\d+)/content/json_schema: (.*)", error.message, regex.DOTALL)
         names = [self.choice.function.name] if isinstance(self.choice, ToolChoice) else self.names
-        return RequestError(f"tools: the parameters of {names[int(found[1])]!r}: {found[2]}" if found else f"tools: {error.message}",
+        return RequestError(f"tools: the parameters of {names[int(found[1]) % len(names)]!r}: {found[2]}" if found else f"tools: {error.message}",
                             "tools", error.status)
 
 
@@ -201,14 +216,18 @@ class Calls:
     """Sorts a text that comes in pieces into content and calls. One for each output.
 
     `step` is what to do with the text that is `held`; it says whether there may be more to do. `raw`: what was taken from the text since the
-    beginning of something that may be a call."""
+    beginning of something that may be a call. Only a little is held, so that a look at it costs little, whatever a model writes."""
 
-    def __init__(self, form: Format, names: Iterable[str]):
-        self.form, self.names = form, set(names)
-        self.held = self.raw = self.blanks = ""
+    def __init__(self, form: Format, names: Iterable[str], exact: bool = False):
+        """exact: a grammar holds calls, and takes what is spelled in another way than it spells calls for content."""
+        self.form, self.names, self.begun = form, set(names), form.begun if exact else ""
+        self.longest_head = HEAD_SPARE + max(len(json.dumps(name)) for name in self.names)
+        self.held = self.raw = ""
+        self.blanks: list[str] = []
         self.count, self.fresh, self.ended = 0, form.bare, False
         self.depth, self.quoted = 0, False
         self.found: list[dict] = []
+        self.taken: list[str] = []          # pieces of what is to be looked at as a whole
         self.step: Callable[[], bool] = self._text
 
     def feed(self, text: str, ended: bool = False) -> list[dict]:
@@ -218,18 +237,18 @@ class Calls:
             pass
         if ended:
             self._say(self.raw + self.held)
-            if self.blanks and not self.count:
-                self.found.append({CONTENT: self.blanks})
-            self.held = self.raw = self.blanks = ""
+            if any(self.blanks) and not self.count:
+                self.found.append({CONTENT: "".join(self.blanks)})
+            self.held, self.raw, self.blanks = "", "", []
         return self.found
 
     def _say(self, text: str) -> None:
         """Content. Blanks at its end wait: before a call, and after one, they are dropped."""
-        text = self.blanks + text
         body = text.rstrip()
-        self.blanks = text[len(body):]
         if body:
-            self.found.append({CONTENT: body})
+            self.found.append({CONTENT: "".join([*self.blanks, body])})
+            self.blanks = []
+        self.blanks.append(text[len(body):])
 
     def _go(self, step: Callable[[], bool], taken: int, raw: str = "") -> bool:
         self.step, self.held, self.raw = step, self.held[taken:], raw
@@ -238,12 +257,15 @@ class Calls:
     def _text(self) -> bool:
         """Outside of calls."""
         if self.fresh:
-            begun = BARE.match(self.held, partial=not self.ended)
-            if begun and (begun.partial or begun.end() == len(self.held)):
+            left = self.held.lstrip(LEADING_BLANKS)
+            self.taken.append(self.held[:len(self.held) - len(left)])
+            self.held = left
+            if not left and not self.ended:
                 return False                    # only blanks so far
-            self.fresh = False
-            if begun:
-                return self._go(self._head, begun.end(), self.held[:begun.end()])
+            self.fresh, before, self.taken = False, "".join(self.taken), []
+            if left.startswith("{"):
+                return self._go(self._head, 0, before)
+            self._say(before)
         before, trigger, _ = self.held.partition(self.form.trigger)
         if trigger:
             self._say(before)
@@ -255,9 +277,11 @@ class Calls:
 
     def _head(self) -> bool:
         """From the beginning of a call to its arguments."""
-        head = HEAD.match(self.held, partial=True)
-        if head and (head.partial or head.end() == len(self.held)):
+        head = HEAD.match(self.held, 0, self.longest_head, partial=True)
+        if head and head.partial and len(self.held) < self.longest_head or len(self.held) < len(self.begun) and self.begun.startswith(self.held):
             return False
+        if not self.held.startswith(self.begun) or head and head.partial:
+            head = None
         name = read_json(head[1]) if head else None
         if name not in self.names:
             return self._no_call()
@@ -273,7 +297,7 @@ class Calls:
         return self._go(self._text, 0)
 
     def _begin(self, name: str, arguments: str = "") -> None:
-        self.blanks = ""
+        self.blanks = []
         call = {"index": self.count, "id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": {"name": name, "arguments": arguments}}
         self.found.append({"tool_calls": [call]})
         self.count += 1
@@ -302,13 +326,13 @@ class Calls:
 
     def _tail(self) -> bool:
         """From the arguments to the end of the call."""
-        close, left = self.form.close.strip(), self.held.lstrip()
+        close, left = self.form.close.strip(), self.held[:TAIL_LIMIT].lstrip()
         if bracket := left.startswith("}"):
             left = left[1:].lstrip() if close else left[1:]
         if (bracket or close) and left.startswith(close):
             self.fresh = self.form.bare
-            return self._go(self._text, len(self.held) - len(left) + len(close))
-        if not close.startswith(left):
+            return self._go(self._text, min(len(self.held), TAIL_LIMIT) - len(left) + len(close))
+        if not close.startswith(left) or len(self.held) >= TAIL_LIMIT:
             return self._go(self._text, 0)      # whatever it is, it is shown
         if self.ended:
             self.held = ""
@@ -317,9 +341,13 @@ class Calls:
     def _whole(self) -> bool:
         """A call that was not understood as it came: as a whole, it may be."""
         close = self.form.close.strip()
-        body, end, rest = self.held.partition(close)
+        before, end, rest = self.held.partition(close)
+        keep = 0 if end or self.ended else overlap(before, close)
+        self.taken.append(before[:len(before) - keep])
         if not end and not self.ended:
+            self.held = before[len(before) - keep:]
             return False
+        body, self.taken = "".join(self.taken), []
         call = read_json(body)
         arguments = (call.get("arguments", call.get("parameters"))) if isinstance(call, dict) else None
         if isinstance(arguments, str):
@@ -342,13 +370,20 @@ def read_json(text: str) -> Any:
 class Reply:
     """What a model says, as the fields of a message. style and opened: see reasoning.py; None: it does not think, or that is not to be told apart."""
 
-    def __init__(self, style: Style | None = None, opened: bool = False, tools: Toolbox | None = None):
+    def __init__(self, style: Style | None = None, opened: bool = False, tools: Toolbox | None = None, at_once: bool = False):
+        """at_once: thoughts come in one piece, when they end."""
+        self.thoughts: list[str] | None = [] if at_once else None
         self.splitter = Splitter(style, opened) if style else None
-        self.calls = Calls(tools.form, tools.names) if tools else None
+        self.calls = Calls(tools.form, tools.names, tools.held) if tools else None
 
     def feed(self, text: str, ended: bool = False) -> list[dict]:
         """Deltas of the message: what is certain now. ended: nothing follows."""
         parts = self.splitter.feed(text, ended) if self.splitter else [(CONTENT, text)] if text else []
+        if self.splitter and self.thoughts is not None:
+            self.thoughts += [part for field, part in parts if field == REASONING]
+            parts = [(field, part) for field, part in parts if field != REASONING]
+            if self.thoughts and (ended or self.splitter.field == CONTENT):
+                parts, self.thoughts = [(REASONING, "".join(self.thoughts)), *parts], []
         if self.calls is None:
             return [{field: part} for field, part in parts]
         found: list[dict] = []

@@ -131,8 +131,8 @@ class Waiting:
     def stop_leading(self, leader: Waiter) -> None:
         """A leader has computed its path, or will not."""
         node = leader.node
-        self._count(node, 0, -1)
-        while node.slots is None:
+        while node is not None:
+            node.leaders -= 1
             if node.blocked and not node.leaders:
                 self._block(node, False)
             node = node.parent
@@ -278,9 +278,9 @@ class Waiting:
             self._refresh(ghost)
 
     def _count(self, node: Node | None, waiters: int, leaders: int) -> None:
-        """One more, or less, at the end of a path."""
+        """One waiter more, or less, at the end of a path, and one leader."""
         self.waiting += waiters
-        weighs = self.weighs and waiters
+        weighs = self.weighs
         while node is not None:
             node.waiters += waiters
             node.leaders += leaders

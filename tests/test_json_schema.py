@@ -2,6 +2,7 @@
 and texts drawn from the rules against the values' own check."""
 
 import importlib.util
+import itertools
 import json
 import os
 import random
@@ -15,7 +16,7 @@ from earley import accepts
 from nano_sgl.grammar import compile_rules
 from nano_sgl.json_document import Part
 from nano_sgl.json_schema import Compiler, json_schema_rules
-from nano_sgl.rules import Byte, Cat, GrammarError, Or, Ref, Repeat
+from nano_sgl.rules import Byte, Cat, GrammarError, Or, Ref, Repeat, time_limit
 from nano_sgl.vocab import Vocab
 
 CASES = Path(os.environ.get("NANO_SGL_CASES", "nowhere")) / "json.jsonl"
@@ -366,6 +367,11 @@ def nested(depth):
     return schema
 
 
+def union(tag, **more):
+    """A branch of a discriminated union."""
+    return {**OBJECT, "properties": {**more, "type": {"const": tag}, "a": {"type": "string"}}, "required": [*more, "type"]}
+
+
 @pytest.mark.parametrize("schema, fits", [
     ({"enum": [f"value-{i * 7919 % 100003}-{i}" for i in range(10_000)], "type": "string", "maxLength": 30}, True),
     ({"enum": list(range(10_000)), "minimum": 5}, True), (nested(300), True), (nested(100_000), False),
@@ -379,9 +385,13 @@ def nested(depth):
     ({"$defs": {f"d{i}": {"allOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(60)} | {"d60": {"type": "integer"}},
       "$ref": "#/$defs/d0"}, True),
     ({"allOf": [{"anyOf": [{"required": [f"a{i}"]}, {"required": [f"b{i}"]}]} for i in range(30)], "type": "object"}, False),
+    ({"oneOf": [union(f"t{i}") for i in range(1000)]}, True), ({"oneOf": [union(f"t{i}", version={"const": 1}) for i in range(500)]}, True),
+    ({"oneOf": [{"const": i} for i in range(2000)]}, True), ({"oneOf": [{"type": "object", "required": [f"k{i}"]} for i in range(1000)]}, False),
+    ({"enum": [f"a{i}" for i in range(10_000)], "not": {"enum": [f"b{i}" for i in range(10_000)]}}, True),
+    ({"type": "array", "uniqueItems": True, "items": {"enum": list(range(5000))}}, False),
     ({"enum": ["x" * 2**20]}, False), ({"type": "string", "minLength": 2, "maxLength": 10**9}, True),
 ], ids=["enum", "integers", "deep", "deeper", "wide", "wider", "required",
-        "optional", "more optional", "patterns", "doubling", "alternatives", "long", "count"])
+        "optional", "more optional", "patterns", "doubling", "alternatives", "union", "versions", "constants", "rivals", "enum and not", "distinct", "long", "count"])
 def test_what_multiplies_is_bounded(schema, fits):
     begin = time.thread_time()
     if fits:
@@ -390,6 +400,36 @@ def test_what_multiplies_is_bounded(schema, fits):
         with pytest.raises(GrammarError):
             json_schema_rules(schema)
     assert time.thread_time() - begin < 4
+
+
+@pytest.mark.parametrize("schema", [
+    {"oneOf": [{"not": {"const": i}} for i in range(300)]}, {"enum": list(range(3000)), "oneOf": [{"const": i} for i in range(3000)]},
+    {"type": "string", "allOf": [{"not": {"const": f"x{i}"}} for i in range(5000)]}, {"not": {"oneOf": [{"const": i} for i in range(1000)]}},
+    {"allOf": [{"type": "object", "properties": {f"p{i}": {"type": "integer"}}} for i in range(5000)]},
+    {"type": "object", "patternProperties": {f"^a{i}$": {} for i in range(2000)}, "properties": {f"p{i}": {} for i in range(500)}}])
+def test_what_takes_long_asks_for_the_time(schema):
+    """All loops that may be long come by `tick`: a deadline that is over ends them."""
+    asked = time.thread_time()
+    with pytest.raises(GrammarError, match="takes too long"), time_limit(time.monotonic()):
+        json_schema_rules(schema)
+    assert time.thread_time() - asked < 2
+
+
+def test_branches_that_may_both_hold_are_all_looked_at():
+    rng = random.Random(5)
+    values = [1, 1.0, True, "1", None, "x"]
+    for _ in range(300):
+        branches = []
+        for _ in range(rng.randint(2, 6)):
+            keys = rng.sample("abc", rng.randint(0, 3))
+            listed = {key: {"enum": rng.sample(values, rng.randint(1, 2))} if rng.random() < 0.8 else {} for key in keys}
+            branches.append(rng.choice([{"enum": rng.sample(values, 2)}, {"type": rng.choice(["string", "null", ["object", "null"]])}, True, False]) if
+                            rng.random() < 0.4 else {"type": "object", "properties": listed, "required": rng.sample(keys, rng.randint(0, len(keys)))})
+        made = Compiler({}, "fixed", False)
+        parts = [Part(branch, f"/{i}") for i, branch in enumerate(branches)]
+        found = made.rivals(parts, "")
+        both = [pair for pair in itertools.combinations(range(len(parts)), 2) if not made.impossible(made.flat([parts[i] for i in pair]), 3)]
+        assert set(both) <= set(found) and found == sorted(found), branches
 
 
 def test_cases_of_others():

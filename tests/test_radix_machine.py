@@ -3,6 +3,7 @@
 import os.path
 
 import numpy as np
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -139,11 +140,14 @@ class RadixMachine(RuleBasedStateMachine):
         handle = self.tree.lock(match, priority=priority)
         prefix = self.matched(namespace, key)[: match.length * 4]
         assert self.text(handle) == prefix
+        self.model_lock(namespace, prefix, priority)
+        self.handles.append((handle, namespace, prefix))
+
+    def model_lock(self, namespace, prefix, priority):
         for record in (self.pages[namespace, up] for up in self.prefixes(prefix)):
             record.locks += 1
             record.hits += 1
             record.priority = max(record.priority, priority + 1)
-        self.handles.append((handle, namespace, prefix))
 
     def unlock_at(self, i):
         handle, namespace, prefix = self.handles.pop(i)
@@ -244,6 +248,29 @@ class RadixMachine(RuleBasedStateMachine):
         _, present = self.tree.insert(key, slots, namespace=namespace, step=self.step, priority=priority)
         assert present == self.model_insert(namespace, b"", key, slots, self.step, None, priority)
         self.tree.advance(leader)
+
+    @precondition(lambda self: self.leading)
+    @rule(data=st.data(), priority=PRIORITIES)
+    def compute_all(self, data, priority):
+        """A launch computes all that a leader lacks, whose handle moves along."""
+        one = leader, namespace, whole = data.draw(st.sampled_from(self.leading))
+        prefix = self.matched(namespace, whole)
+        handle = self.tree.lock(self.tree.parking(leader.node), priority=priority)
+        self.model_lock(namespace, prefix, priority)
+        rest = whole[len(prefix):]
+        self.step += 1
+        slots = self.take(rest)
+        if not rest:
+            with pytest.raises(ValueError, match="0 slots below"):
+                self.tree.compute(leader, handle, slots, step=self.step)
+        else:
+            assert self.tree.compute(leader, handle, slots, step=self.step, priority=priority) is leader.node
+            assert self.model_insert(namespace, prefix, rest, slots, self.step, None, priority) == 0
+            for up in self.prefixes(whole)[len(self.prefixes(prefix)):]:
+                self.pages[namespace, up].locks += 1
+            self.leading.remove(one)
+        assert self.text(leader.node) == whole
+        self.handles.append((leader.node, namespace, whole))
 
     @precondition(lambda self: self.leading)
     @rule(data=st.data())

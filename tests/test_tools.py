@@ -228,6 +228,42 @@ def test_a_schema_that_is_refused_is_blamed_on_its_tool():
     assert read().answer.blame(other) is other
 
 
+def test_a_grammar_that_is_refused_is_blamed_on_its_field():
+    for given, param, why in (({"json_schema": {"type": "no"}}, "json_schema", "type at /"), ({"regex": "a(?=b)"}, "regex", "lookahead"),
+                              ({"ebnf": "root ::= x"}, "ebnf", "rule x")):
+        sent = read(tools=TOOLS, **given)
+        kind, text, options = grammar(sent)
+        with pytest.raises(schema.GrammarError) as caught:
+            schema.rules(kind, text, **options)
+        error = sent.answer.blame(RequestError(f"structural_tag: {caught.value}", "structural_tag"))
+        assert error.param == param and str(error).startswith(f"{param}: ") and why in str(error) and "/elements" not in str(error)
+
+
+BARE = '{"name": "weather", "parameters": {"city": "Rome"}}'
+
+
+def test_bare_calls_are_held_where_they_are_read():
+    """Llama's calls: what the grammar takes and the parser calls is valid; what is none is content, in the middle of a text."""
+    form = box(form=LLAMA3, tools=[tool("weather", WEATHER, strict=True), TOOLS[1]])
+    made, wrong = schema.rules("structural_tag", form.constraint(None)), BARE.replace("city", "town")
+    for text, content, calls in ((f"Let me see. {BARE}", f"Let me see. {BARE}", 0), ('see {"name": "Bob"}', 'see {"name": "Bob"}', 0), (f" ;\n{BARE}", None, 1),
+                                 (f"{BARE}; {BARE}{BARE} Hm {BARE}", f" Hm {BARE}", 3), (f"Hm<|python_tag|>{BARE}", "Hm", 1),
+                                 (f'{wrong.replace(": ", ":")}', wrong.replace(": ", ":"), 0), ('{"a": 1}', '{"a": 1}', 0)):
+        found = sorted_out(text, Reply(tools=form))
+        assert accepts(made, text.encode()) and found["content"] == content and len(found["calls"]) == calls, text
+    for text in (wrong, f" {wrong}", f"{BARE};{wrong}", f"Hm <|python_tag|>{wrong}", f"Hm <|python_tag|>{BARE}\n{wrong}", '{"name": "Bob"}'):
+        assert not accepts(made, text.encode()), text
+    pieces, rng, taken = ["Hm", " ", ";", "{", '{"name"', BARE, wrong, wrong.replace(": ", ":"), "<|python_tag|>", '{"type": "function", "name": "time"}'], \
+        random.Random(1), 0
+    for _ in range(300):
+        text = "".join(rng.choices(pieces, k=rng.randint(1, 5)))
+        if accepts(made, text.encode()):
+            taken += 1
+            for name, arguments in sorted_out(text, Reply(tools=form))["calls"]:
+                assert name == "weather" and json.loads(arguments) == {"city": "Rome"}, text
+    assert taken > 50
+
+
 # ---------------------------------------------------------------------------------------------------------------- what is answered
 
 def sorted_out(text: str, reply: Reply, cuts=()) -> dict:
@@ -281,6 +317,22 @@ def test_a_text_is_content_and_calls_however_it_is_cut(form, text, content, call
     assert sorted_out(text, Reply(tools=box(form=form))) == meant
     for cuts in ([range(len(text))] + [[at] for at in range(len(text))]):
         assert sorted_out(text, Reply(tools=box(form=form)), cuts) == meant, cuts
+
+
+@pytest.mark.parametrize("form, begun, more", [
+    (HERMES, '<tool_call>{"name": "', "aaaa"), (HERMES, "", " \n"), (LLAMA3, "", " ;"), (HERMES, "<tool_call>{", " "), (LLAMA3, "{", " "), (HERMES, "x", "  "),
+    (HERMES, '<tool_call>{"arguments": {"a": "', "aaaa"), (HERMES, '<tool_call>{"name": "time", "arguments": {}', " "), (LLAMA3, BARE[:-1], " "),
+    (HERMES, "", "<tool_cal"), (LLAMA3, BARE, " ;"), (HERMES, '<tool_call>{"name": "time", "arguments": {"a": "', '\\"')])
+def test_little_is_held_whatever_is_written(form, begun, more):
+    """What is looked at again with every piece is short."""
+    for reply in (Reply(tools=box(form=form)), Reply(STYLES["think"], False, box(form=form))):
+        reply.feed(begun)
+        for _ in range(2000):
+            reply.feed(more)
+            assert len(reply.calls.held) < 400 and len(reply.calls.raw) < 400 and (reply.splitter is None or len(reply.splitter.held) < 20)
+    long = "<tool_call>{" + 300 * " " + '"name": "time", "arguments": {}}</tool_call>'
+    for cuts in ([], range(len(long)), [200, 300], [len(long) - 1]):
+        assert sorted_out(long, Reply(tools=box()), cuts) == {"content": None, "calls": [("time", "{}")]}, "as a whole, it is one"
 
 
 PIECES = ["<tool_call>", "</tool_call>", "<|python_tag|>", '{"name": "', 'weather"', 'time"', ', "arguments": ', ', "parameters": ', "{", "}", "[", '"a"', ": ",
@@ -376,6 +428,47 @@ def test_thoughts_are_told_apart():
     assert plain["message"]["reasoning_content"] == f"Hm {ROME}" and [made["function"]["name"] for made in plain["message"]["tool_calls"]] == ["time"]
     with pytest.raises(RequestError, match="separate_reasoning"):
         read(separate_reasoning="no")
+
+
+def test_thoughts_in_one_piece():
+    for text in ("<think>Hm, hm, hm.</think>Hello.", "<think>Hm", f"<think>Hm</think>{ROME}", "Hello.", "<think></think>Hello."):
+        plain, events = answers(text, where=reader(reasoning="qwen3"), tools=TOOLS, stream_reasoning=False, pieces=9)
+        whole, fields = add_up(event["delta"] for event in events[1:]), [field for event in events[1:] for field in event["delta"]]
+        assert whole.get("reasoning_content") == plain["message"].get("reasoning_content") and whole["content"] == plain["message"]["content"]
+        assert fields.count("reasoning_content") == ("Hm" in text) and "reasoning_content" not in fields[1:]
+    sent = read(reader(reasoning="qwen3"), stream=True, stream_reasoning=False)
+    said = [[event["choices"][0]["delta"] for event in sent.answer.add([Chunk(rid=sent.requests[0].rid, text=text, output_ids=[1])])]
+            for text in ("", "<think>Hm", ".</thi", "nk>")]
+    assert said[1:] == [[], [], [{"reasoning_content": "Hm."}]], "when they end, and not with the answer"
+    with pytest.raises(RequestError, match="stream_reasoning"):
+        read(stream_reasoning="no")
+
+
+def test_tokens_of_thoughts_are_counted():
+    codec = reader().codec
+    for name, more, text, count in (("qwen3", {}, "<think>é</think>ok", 17), ("qwen3", {}, "ok</think>", 0), ("qwen3", {}, " <think>", 8), ("qwen3", {}, "<thin", 0),
+                                    ("deepseek-r1", {}, "é</think>ok", 10), ("deepseek-r1", {}, "<think>é</think>ok", 17), ("deepseek-r1", {}, "<th", 3),
+                                    ("deepseek-r1", {"separate_reasoning": False}, "é</think>ok", 10),
+                                    ("deepseek-r1", {"chat_template_kwargs": {"enable_thinking": False}}, "é</think>ok", 0)):
+        for size in (1, 3, 100):
+            sent, ids = read(reader(reasoning=name), **more), codec.encode(text, add_special_tokens=False)
+            for at in range(0, len(ids), size):
+                sent.answer.add([Chunk(rid=sent.requests[0].rid, text="", output_ids=ids[at:at + size])])
+            usage = sent.answer.usage()
+            assert usage["reasoning_tokens"] == usage["completion_tokens_details"]["reasoning_tokens"] == count, (name, text, usage)
+    assert "reasoning_tokens" not in read().answer.usage()
+
+
+def test_every_text_of_a_body_counts_before_it_is_tokenised():
+    long = "x" * (reader().codec.longest_token_chars * 10_000 + 1)
+    asked = {"id": "1", "type": "function", "function": {"name": "time", "arguments": "{}"}}
+    for message in ({"content": long}, {"content": [{"type": "text", "text": long}]}, {"content": "", "reasoning_content": long}, {"content": "", "name": long},
+                    {"tool_calls": [asked | {"function": {"name": long, "arguments": "{}"}}]}, {"tool_calls": [asked | {"id": long}]},
+                    {"tool_calls": [asked | {"function": {"name": "time", "arguments": json.dumps({long: 1})}}]}):
+        refused("prompt", "characters, which cannot fit", messages=[*HI, {"role": "assistant", **message}, *HI])
+    for one in (tool(long), tool("f", description=long), tool("f", {"type": "object", "properties": {long: {}}})):
+        refused("prompt", "characters, which cannot fit", tools=[one])
+    refused("prompt", "characters, which cannot fit", chat_template_kwargs={"documents_": long})
 
 
 def test_grammars_begin_behind_the_thoughts():
