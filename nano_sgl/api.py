@@ -670,22 +670,23 @@ class ChatAnswer(Answer):
         super().__init__(*args)
         self.tools, self.reply = tools, reply
         self.replies = [reply() for _ in self.choices] if self.body.stream else []
-        self.counters = [counter() for _ in self.choices] if counter else []
+        self.counters, self.reasoning_tokens = [counter() for _ in self.choices] if counter else [], 0
 
     def take(self, chunk: Chunk) -> Choice:
         """Add a chunk to its choice, and count its thoughts."""
         choice = super().take(chunk)
-        if self.counters and not self.counters[choice.index].ended:
+        counter = self.counters[choice.index] if self.counters else None
+        if counter and not counter.ended:
+            self.reasoning_tokens -= counter.tokens
             for token_id in chunk.output_ids:
-                self.counters[choice.index].add(self.codec.token_bytes(token_id))
+                counter.add(self.codec.token_bytes(token_id))
+            self.reasoning_tokens += counter.tokens
         return choice
 
     def usage(self) -> dict:
         """Also the tokens of thoughts, as OpenAI and as SGLang name them, where the server tells thoughts apart."""
-        if not self.counters:
-            return super().usage()
-        count = sum(counter.tokens for counter in self.counters)
-        return super().usage() | {"completion_tokens_details": {"reasoning_tokens": count}, "reasoning_tokens": count}
+        count = {"reasoning_tokens": self.reasoning_tokens}
+        return super().usage() | ({"completion_tokens_details": count, **count} if self.counters else {})
 
     def events(self, choice: Choice, chunk: Chunk) -> list:
         deltas = self.replies[choice.index].feed(chunk.text, ended=chunk.finish_reason is not None)

@@ -530,9 +530,9 @@ def differs(value: dict | list) -> Iterator[dict]:
 
 
 def rivals(groups: list[list[int]], marks: dict[int, dict[object, set]], path: str) -> list[tuple[int, int]]:
-    """The pairs of branches of a oneOf that may both hold. groups: branches by type. marks: of each branch, by place, values of which one is there: two
-    whose values at a place have none in common exclude each other, so that a union of a thousand branches with a const of their own has no
-    pairs. Raises GrammarError where there are more than MAX_RIVALS."""
+    """The pairs of branches of a oneOf that may both hold. groups: branches by type. marks: of each branch, by place, values of which one is
+    there: two that have none in common exclude each other, so a union of a thousand branches with a const of their own has no pairs. Raises
+    GrammarError where there are more than MAX_RIVALS."""
     todo, found = [(group, frozenset()) for group in groups], set()
     while todo:
         group, used = todo.pop()

@@ -407,7 +407,8 @@ class Compiler:
 
     def walkers(self, exprs: list[tuple[Expr, bool]], without: set[str]) -> list:
         """Automata of which all must accept."""
-        return [Derived(expr, positive) for expr, positive in exprs] + [Derived(alt([self.letters.word(word) for word in sorted(without)]), False)] * bool(without)
+        found = [Derived(expr, positive) for expr, positive in exprs]
+        return found + [Derived(alt([self.letters.word(word) for word in sorted(without)]), False)] * bool(without)
 
     def atoms(self, exprs: Iterable[Expr], walkers: list) -> list[tuple[int, Expr]]:
         """The classes of characters that none of them tells apart."""

@@ -220,7 +220,7 @@ class Calls:
 
     def __init__(self, form: Format, names: Iterable[str], exact: bool = False):
         """exact: a grammar holds calls, and takes what is spelled in another way than it spells calls for content."""
-        self.form, self.names, self.begun = form, set(names), form.begun if exact else ""
+        self.form, self.names, self.begun, self.exact = form, set(names), form.begun if exact else "", exact
         self.longest_head = HEAD_SPARE + max(len(json.dumps(name)) for name in self.names)
         self.held = self.raw = ""
         self.blanks: list[str] = []
@@ -236,7 +236,8 @@ class Calls:
         while self.step():
             pass
         if ended:
-            self._say(self.raw + self.held)
+            if not self.exact or self.step != self._head:       # or a call was cut before its name
+                self._say(self.raw + self.held)
             if any(self.blanks) and not self.count:
                 self.found.append({CONTENT: "".join(self.blanks)})
             self.held, self.raw, self.blanks = "", "", []
@@ -342,6 +343,9 @@ class Calls:
         """A call that was not understood as it came: as a whole, it may be."""
         close = self.form.close.strip()
         before, end, rest = self.held.partition(close)
+        if self.exact and self.ended and not end:   # it was cut
+            self.taken, self.held, self.raw = [], "", ""
+            return False
         keep = 0 if end or self.ended else overlap(before, close)
         self.taken.append(before[:len(before) - keep])
         if not end and not self.ended:

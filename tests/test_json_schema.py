@@ -16,7 +16,7 @@ from earley import accepts
 from nano_sgl.grammar import compile_rules
 from nano_sgl.json_document import Part
 from nano_sgl.json_schema import Compiler, json_schema_rules
-from nano_sgl.rules import Byte, Cat, GrammarError, Or, Ref, Repeat, time_limit
+from nano_sgl.rules import Byte, Cat, GrammarError, Or, Ref, Repeat, time_limit, repeat
 from nano_sgl.vocab import Vocab
 
 CASES = Path(os.environ.get("NANO_SGL_CASES", "nowhere")) / "json.jsonl"
@@ -430,6 +430,86 @@ def test_branches_that_may_both_hold_are_all_looked_at():
         found = made.rivals(parts, "")
         both = [pair for pair in itertools.combinations(range(len(parts)), 2) if not made.impossible(made.flat([parts[i] for i in pair]), 3)]
         assert set(both) <= set(found) and found == sorted(found), branches
+
+
+@pytest.mark.parametrize("kind, what, text", [("string", "Length", '"ab"'), ("array", "Items", "[1, 2]"),
+                                              ("object", "Properties", '{"a": 1, "b": 2}')])
+@pytest.mark.parametrize("count", [2**31, 2**31 + 5, 2**32, 2**32 + 1, 2**63 - 1, 2**100, 1e300])
+def test_counts_that_nothing_reaches(kind, what, text, count):
+    assert run(compile_rules(json_schema_rules({"type": kind, f"max{what}": count}), BYTES), text)
+    with pytest.raises(GrammarError, match=f"min{what} at /properties/a: counts go to") as error:
+        json_schema_rules({"properties": {"a": {"type": kind, f"min{what}": count}}})
+    assert error.value.construct == f"min{what}"
+    with pytest.raises(GrammarError, match="counts go to"):
+        repeat(Byte(1), 0, int(count))
+    most = compile_rules(json_schema_rules({"type": kind, f"min{what}": 2**31 - 1}), BYTES)
+    assert not run(most, text)
+
+
+@pytest.mark.parametrize("schema, accepted, refused", [
+    ({"format": "uri", "minLength": 1, "maxLength": 2083},
+     ["http://a.b/c?d=e#f", "urn:x:y", "mailto:a@b.c", "https://www.example.com/" + "path/%20/" * 10 + "?q=" + "x" * 900, "a:" + "b" * 1900],
+     ["", "a", "a:" + "b" * 2082, "https://example.com/" + "p/" * 1100, "//x"]),
+    ({"format": "uri", "maxLength": 100}, ["https://example.com/" + "p" * 80, "a:" + "b" * 98], ["https://example.com/" + "p" * 81]),
+    ({"format": "uri", "maxLength": 2083, "pattern": "^https?://.+"}, ["http://a", "https://example.com/" + "x/" * 300], ["ftp://a", "http://"]),
+    ({"format": "iri", "maxLength": 255}, ["http://ƒøø.ßår/?∂éœ=πîx#πîüx"], ["http://a.b/" + "é" * 250]),
+    ({"format": "email", "maxLength": 50}, ["a.b@example.com", "x@" + "y" * 48], ["x@" + "y" * 49, "x@y..z", "@x", "x@-y"]),
+    ({"format": "email", "maxLength": 254, "minLength": 6}, ["ab@c.de", "x" * 64 + "@" + "y" * 63], ["a@b.c", "x@" + "y" * 64, "x@y@zzz"]),
+    ({"format": "email", "pattern": r"^[a-z0-9._%+-]+@[a-z0-9.-]+\.[a-z]{2,}$", "minLength": 5, "maxLength": 100},
+     ["joe.bloggs@example.com"], ["a@b.c", "A@example.com", "a@b", "a" * 89 + "@example.com"]),
+    ({"format": "email", "pattern": "o", "minLength": 20}, ["joe.bloggs@example.com"], ["joe@example.com", "jae.blaggs@example.net"]),
+    ({"format": "hostname", "maxLength": 63}, ["a-b.c", "a" * 63], ["a" * 64, "a..b", "-a", "a-", "a-.b"]),
+    ({"format": "hostname", "maxLength": 100}, ["a-b.c", "a.b." * 15 + "c"], ["a" * 64, ("a" * 49 + ".") * 2 + "b"]),
+    ({"format": "date-time", "maxLength": 64}, ["1963-06-19t08:30:06.283185z"], ["1963-06-19t08:30:06." + "0" * 44 + "z"]),
+    ({"pattern": "^https?://.+", "maxLength": 2048}, ["https://" + "x" * 2040],
+     ["https://" + "x" * 2041, "http://", "x"]),
+    ({"pattern": "^a", "minLength": 10, "maxLength": 10**6}, ["a" * 10, "a" + "\n" * 2000], ["a" * 9, "b" * 12]),
+    ({"pattern": "b", "minLength": 3, "maxLength": 700}, ["b" * 3, "a" * 699 + "b", "b" + "a" * 699],
+     ["bb", "a" * 700 + "b", "b" + "a" * 700]),
+    ({"pattern": "^[a-z]+(-[a-z]+)*$", "minLength": 3, "maxLength": 9000}, ["a-b", "ab-" * 100 + "c", "x" * 9000],
+     ["ab", "x" * 9001, "ab-" * 3000 + "c"]),
+], ids=lambda arg: json.dumps(arg)[:50] if isinstance(arg, dict) else "")
+def test_lengths_of_formats_and_patterns(schema, accepted, refused):
+    grammar = compile_rules(json_schema_rules({"type": "string", **schema}), BYTES)
+    assert [text for text in accepted if not run(grammar, json.dumps(text, ensure_ascii=False))] == []
+    assert [text for text in refused if run(grammar, json.dumps(text, ensure_ascii=False))] == []
+
+
+def longest(grammar, rng):
+    """A text whose string ends only where it must, or nearly."""
+    state, text = grammar.start, b""
+    while not grammar.is_accepting(state):
+        allowed = [b for b in range(256) if grammar.mask(state)[b >> 5] >> (b & 31) & 1]
+        inside = [b for b in allowed if b not in b'"\\' and b < 128]
+        text += bytes([rng.choice(inside if inside and rng.random() < 0.999 else [b for b in allowed if b == 34] or allowed)])
+        state = grammar.step_bytes(state, text[-1:])
+    return json.loads(text)
+
+
+@pytest.mark.parametrize("one", [{"format": "uri"}, {"format": "email"}, {"format": "hostname"}, {"format": "uri-reference"}, {"pattern": "b"},
+                                 {"pattern": "^[a-z]+(-[a-z]+)*$"}, {"pattern": "^(ab|c)+$"}], ids=str)
+def test_nothing_is_longer_than_its_bound(one):
+    rng, whole = random.Random(7), Compiler(one, "fixed", False)
+    for high in (9, 64, 66, 700):
+        grammar = compile_rules(json_schema_rules({"type": "string", "maxLength": high, "minLength": 4, **one}), BYTES)
+        for _ in range(2):
+            text = longest(grammar, rng)
+            assert 4 <= len(text) <= high and whole.holds(text, Part(one, "")), (high, text)
+
+
+def test_refusals_name_what_was_sent():
+    words = [f"value-{i}" for i in range(10_000)]
+    with pytest.raises(GrammarError, match="enum at /properties/a/not: there are too many strings"):
+        json_schema_rules({"properties": {"a": {"type": "string", "not": {"enum": words}}}})
+    for text in ("[" * 50_000, '{"items":' * 50_000 + "{}" + "}" * 50_000, nested(50_000)):
+        with pytest.raises(GrammarError, match="schema at /: is nested too deeply"):
+            json_schema_rules(text)
+    for text in ('{"enum": [1e999]}', '{"maxLength": 1e999}', '{"minimum": NaN}', '{"const": -Infinity}'):
+        with pytest.raises(GrammarError, match="schema at /: .* is no number"):
+            json_schema_rules(text)
+    keys = {f"key{i}": True for i in range(11)}
+    with pytest.raises(GrammarError, match="any_order at /: 11 keys"):
+        json_schema_rules({"type": "object", "properties": keys}, any_order=True)
 
 
 def test_cases_of_others():

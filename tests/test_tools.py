@@ -530,3 +530,12 @@ def test_F197_calls_that_must_come_come_and_are_valid(served):
         error = check_refused(served.post(chat, **bad), param="tools")
         assert "the parameters of 'f'" in error["message"]
     served.alive()
+
+
+def test_a_call_that_was_cut_before_its_name_is_no_content():
+    box = Toolbox([Tool("function", Function("weather", None, {"properties": {"city": {"type": "string"}}}))], "required", True, HERMES)
+    for text in ('<tool_call>\n{"na', '<tool_call>\n{"name": "wea', "<tool_call>"):
+        for held in (text, "\n" + text):
+            reply = Reply(tools=box)
+            whole = add_up([*reply.feed(held), *reply.feed("", ended=True)])
+            assert not whole["content"].strip() and "tool_calls" not in whole
