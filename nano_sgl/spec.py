@@ -57,6 +57,7 @@ DECAY = 0.9              # by so much a guess is worth less than the one before 
 MAX_QUALITY = 15         # of guesses: `Lengths` keeps a record of each
 LONGEST, SHORTEST = 8, 2  # tokens that a match of `ngram` may and must have
 CHILDREN = 64            # children of a node that `radix` looks at
+FEW_ROWS, FOLLOWS, RETRY = 2, 0.75, 8   # in a step of more rows, forced text is drafted for those who write it as it is spelled; or are tried again
 Req = Any                # the scheduler's
 
 
@@ -424,6 +425,8 @@ class Record:
     first: int = -1                 # the best of them
     quality: int = 0
     forced: int = 0                 # tokens of forced text that were guessed right; no other number counts them
+    followed: float = 0.0           # recent tokens of forced text that were guessed right, and that were judged: they fade
+    led: float = 0.0
     dropped: int = 0                # steps whose tokens were dropped since the output was tokenised anew
     draft_s: float = 0.0            # seconds that making guesses took,
     verify_s: float = 0.0           # and the steps that verified some
@@ -594,9 +597,12 @@ class Speculation:
         """How many guesses each of the rows may draft in the step to come. forced: tokens that a grammar forces, all of which are drafted; in_flight:
         the host does not know the last step's tokens."""
         self.proposals.clear()
-        found = []
+        found, drafted = [], []
         for req, record, first in zip(reqs, records, forced):
             count = record.ready if in_flight or record.grown == first else 0    # else it has become known since that more is forced
+            if first and len(reqs) > FEW_ROWS and record.led and record.steps % RETRY and record.followed < FOLLOWS * record.led:
+                first = count = 0       # a model that spells it in its own way: what is computed in vain costs as much as the rows' own tokens
+            drafted.append(first)
             if self.host:
                 made = self._propose(req, tree, in_flight)
                 if made[0]:
@@ -606,8 +612,8 @@ class Speculation:
                         record.first, record.quality = made[0][0], 15
             found.append(min(self.options.count, count) if not in_flight else self.options.count * (count > 0))
             record.found = count
-        chosen = found if self.lengths is None else self.lengths.choose(records, found, forced)
-        return {req: min(count + first, MAX_NODES - 1) for req, count, first in zip(reqs, chosen, forced) if count + first}
+        chosen = found if self.lengths is None else self.lengths.choose(records, found, drafted)
+        return {req: min(count + first, MAX_NODES - 1) for req, count, first in zip(reqs, chosen, drafted) if count + first}
 
     def outcomes(self, judged: Judged | None, coming: Next | None, draft_s: float, rest_s: float) -> Iterator[Outcome]:
         """A step's results, a row that sampled after the other; of at least one of the two. Seconds of making the guesses for the next, and of all
@@ -624,6 +630,9 @@ class Speculation:
         first of the request, so nothing was guessed."""
         deepest = outcome.deepest if kept == len(tokens) else kept - 1
         forced = min(outcome.forced, kept - 1)
+        if outcome.forced:
+            judged = forced + (forced < outcome.forced)
+            record.followed, record.led = (Lengths.FADE * old + new for old, new in ((record.followed, forced), (record.led, judged)))
         if self.lengths is not None and forced == outcome.forced:  # or what else was guessed had no chance
             self.lengths.learn(record, deepest - forced, tokens[forced:kept])
         record.grown = outcome.grown

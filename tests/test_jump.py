@@ -155,6 +155,16 @@ def path(tree, row, node):
     return tokens[::-1]
 
 
+def test_forced_text_is_drafted_for_those_who_write_it_as_it_is_spelled():
+    made, reqs = spec.Speculation(None, spec.DraftOptions(), 8, 99, "cpu", None), ["a", "b", "c", "d"]
+    records = [spec.Record(), spec.Record(followed=3, led=3, steps=1), spec.Record(followed=1, led=4, steps=1), spec.Record(followed=1, led=4, steps=8)]
+    assert made.choose(reqs, records, [5, 0, 5, 5], None, False) == {"a": 5, "d": 5}, "d is tried again"
+    assert made.choose(reqs, records, [5, 7, 5, 0], None, False) == {"a": 5, "b": 7}
+    assert made.choose(reqs[2:], records[2:], [5, 5], None, False) == {"c": 5, "d": 5}, "a step of few rows has time"
+    made.learn(records[0], spec.Outcome(5, 5, 5, 0, -1, 0, 0, 0.0, 0.0), [1, 2, 3], 3, False)
+    assert (records[0].followed, records[0].led, records[0].forced) == (2, 3, 2)
+
+
 GRAMMARS = [dict(json_schema=PERSON), dict(json_schema=PERSON, json_whitespace="flexible"), dict(regex="name: (red|green), (tag ){3}end"),
             dict(choice=["the red one and the green one", "the red one or the green one"]), dict(), dict(json_schema=PERSON, json_whitespace="compact")]
 MIXES = [dict(), dict(temperature=1, seed=5), dict(temperature=1.5, seed=6, top_p=0.9, logprobs=2), dict(temperature=1, seed=7, frequency_penalty=1.0),
