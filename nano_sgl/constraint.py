@@ -233,6 +233,7 @@ class Constraints:
     def _copy(self, tables) -> DeviceTables:
         if tables not in self._copies:
             self._copies[tables] = DeviceTables(tables, self.device)
+            self.bytes_sent += self._copies[tables].began_with
         return self._copies[tables]
 
     def chains(self, groups: Sequence[Group], rows: Tensor, most: int) -> tuple[Tensor, Tensor]:

@@ -502,7 +502,8 @@ def counted(states: list[State], low: int, high: int | None, spell: Callable[[in
     for state, own in names.items():
         (i, count), (last, arcs) = state, states[state[0]]
         if i in pure:
-            rules[own] = cat([repeat(spell(arcs[i]), max(low - (count or 0), 0), None if count is None or high is None else high - count), last])
+            fewest = 0 if count is None else max(low - count, 0)
+            rules[own] = cat([repeat(spell(arcs[i]), fewest, None if count is None or high is None else high - count), last])
             continue
         piece, parts = run(state, unit), [last if count is None or count >= low else NEVER]
         onward = []

@@ -103,7 +103,7 @@ class DeviceTables:
         self._classes = 1           # of a map, at most
         self._pointers = native.Grammars()
         self._locate()
-        self.refresh()
+        self.began_with = self.refresh()    # bytes
 
     @property
     def tables(self) -> Any:

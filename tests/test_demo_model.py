@@ -179,7 +179,7 @@ def test_seeded_texts_are_the_same_with_guesses(llm, drafter):
 def test_samples_under_a_grammar_parse(llm, given):
     """At temperature 1, as Python's own `re`, `json` and an Earley recogniser read them; where the length ends a text, more could follow."""
     outputs = llm.generate("Answer: ", SamplingParams(temperature=1, seed=3, n=8, max_tokens=90, **given))
-    kind, text = SamplingParams(**given).grammar
+    kind, text, _ = SamplingParams(**given).grammar
     for output in outputs:
         assert output.finish_reason in ("stop", "length") and output.error is None
         reader = Recogniser(schema.rules(kind, text))
