@@ -21,7 +21,7 @@ def caught(lab, cell, mutate, seed=0) -> bool:
 
 @pytest.mark.parametrize("cell", [cell for cell in CELLS if len(cell) == 2 and not apart(*cell)], ids=cell_name)
 def test_a_pair_sees_a_zeroed_slot_and_a_skipped_repoint(lab, cell):
-    assert caught(lab, cell, mutations.zero_a_slot)
+    assert any(caught(lab, cell, mutations.zero_a_slot, seed) for seed in range(3))     # of forced text much stays as it is
     assert any(caught(lab, cell, partial(mutations.skip_a_repoint, nth=n), seed) for seed in range(3) for n in range(NTH))
     lab.mutants += 2
 
