@@ -793,7 +793,7 @@ class Engine:
         if any(flight.results.exception() for flight in self.flights):
             return  # the rows are behind the host, which is about to find out
         for req in self.scheduler.running:
-            if req.row in self.scheduler.unwritten_rows or not req.leaving and self.streams[req.rid] in self._rewriting:
+            if req.row in self.scheduler.unwritten_rows or self.streams.get(req.rid) in self._rewriting:
                 continue
             row, tree = req.row, self.scheduler.tree
             length = int(self.rows.length[row])

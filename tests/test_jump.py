@@ -1,5 +1,6 @@
 """Forced text as guesses: chains of states, and an engine that drafts them writes what it would write without."""
 
+import itertools
 import json
 import random
 
@@ -324,17 +325,17 @@ def test_F133_every_mode_holds_the_schema(demo_path, api_case):
     assert max(steps["draft"], steps["retokenize"]) < 0.8 * steps["off"]
 
 
-@pytest.mark.parametrize("device, depth, seed", [("inline", 0, 0), ("thread", 1, 1), ("late", 2, 2), ("thread", 1, 3)])
+@pytest.mark.parametrize("device, depth, seed", [("inline", 0, 0), ("thread", 1, 1), ("late", 2, 2), ("thread", 1, 3), ("late", 2, 10), ("late", 2, 13)])
 @pytest.mark.parametrize("what", ["retracted", "failed"])
 def test_retokenize_whatever_happens_to_the_request(path, device, depth, seed, what):
     """Retracted while a step holds it, or taken back after a step that failed: its output is rewritten where it waits."""
     flags = dict(jump_forward="retokenize")
     engine = make(path, **flags) if device == "inline" else overlapped(path, device, depth, **flags)
-    plain, rng, struck = make(path, **flags), random.Random(seed), []
-    forward = engine.model.forward
+    plain, rng, struck, steps = make(path, **flags), random.Random(seed), [], itertools.count()
+    forward, wrong = engine.model.forward, rng.sample(range(2, 16), 3)
 
     def fails(*args):
-        if rng.random() < 0.08 and len(struck) < 4:
+        if next(steps) in wrong:
             struck.append(1)
             raise RuntimeError("a step that fails")
         return forward(*args)
