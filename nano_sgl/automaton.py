@@ -35,6 +35,7 @@ from .nodes import EMPTY, Nodes, normalize, split_bytes
 from .rules import Byte, Cat, GrammarError, Or, Repeat, Rules, tick
 from .vocab import Vocab
 
+AHEAD = 16
 MAX_STATES = 60_000             # of an automaton, 1 KB each; less than 65,535
 SMALL = 8                       # positions that are walked one by one rather than as arrays,
 FEW = 100                       # with no more tokens below
@@ -264,6 +265,7 @@ class Automaton:
         self._ids: dict[frozenset[int], int] = {}
         self.expand(self.state(()))                     # state 0: nothing can follow, nor end here
         self.root = NodeSet(np.zeros(1, np.int32))
+        self.wide: dict[tuple[int, bool], bool] = {}    # of (state, counted) where rows have met much: whether it is all in its own template
         self.template_bytes, self._number = 0, itertools.count().__next__
 
     def state(self, members: Iterable[int]) -> int:
@@ -287,17 +289,25 @@ class Automaton:
         return q
 
     def expand(self, q: int) -> None:
-        """Fill the state's row of `delta`."""
-        if self._flags[1, q]:
-            return
-        parts = split_bytes([arc for node in self.members[q] for arc in self.nodes.linear(node)])
-        targets = [(mask, self.state(nodes)) for mask, nodes in parts]
-        row, alive = self.delta[q], 0
-        row.fill(DEAD)
-        for mask, to in targets:
-            alive |= mask
-            row[bits_of(mask)[0]] = to
-        self.alive[q], self._flags[1, q] = alive, True
+        """Fill the state's row of `delta`; in a literal, those of the next AHEAD states, too."""
+        for _ in range(AHEAD):
+            if self._flags[1, q]:
+                break
+            arcs = [arc for node in self.members[q] for arc in self.nodes.linear(node)]
+            parts = [(arcs[0][0], arcs[0][1:])] if len(arcs) == 1 else split_bytes(arcs)
+            targets = [(mask, self.state(nodes)) for mask, nodes in parts]
+            row, alive = self.delta[q], 0
+            row.fill(DEAD)
+            for mask, to in targets:
+                alive |= mask
+                if mask & mask - 1:
+                    row[bits_of(mask)[0]] = to
+                else:
+                    row[mask.bit_length() - 1] = to
+            self.alive[q], self._flags[1, q] = alive, True
+            if alive & alive - 1 or not alive:
+                break
+            q = to
 
     def moves(self, q: int) -> dict[int, int]:
         """byte -> state."""

@@ -48,26 +48,20 @@ from collections.abc import Sequence
 import numpy as np
 
 from . import figures, json_schema, schema, structural_tag  # noqa: F401 (two of them register themselves)
-from .automaton import Automaton, NodeSet, Template, distinct, union
+from .automaton import Automaton, Template
 from .nodes import COMPARED, DONE, NEVER, Stacks, normalize
+from .rows import INF, REGISTER, Places, RowBuilder
 from .rules import Byte, Cat, GrammarError, Ref, Repeat, Rules, tick, time_limit
 from .tables import ADD_SHIFT, COUNT_SHIFT, INDEX, KEEP, MORE, Row, Tables, join_maps
 from .vocab import Vocab
 
 MAX_READINGS = 1000             # configurations of one state
-MAX_FOLLOWED = 3000             # configurations followed for one row
 MAX_GRAMMAR_STATES = 50_000
 MAX_TABLE_BYTES = 256 << 20     # of a vocabulary's tables, templates not counted: then `Shared.full`
-MAX_TEMPLATE_BYTES = 96 << 20
-MAX_OVERRIDES = 4096            # of a row: one with more gets a map of its own
 MAX_FORCED = 1024               # bytes that `forced` looks ahead, and readings that it follows
 MAX_PLACES = 400_000            # in the rules, that a grammar's states and stacks hold: some 450 bytes each
 MAX_ROW_S = 3.0                 # of a row: who waits for one waits with all that share its tables
 MAX_BUILD_S, USUAL_ROW_S = 10.0, 0.005  # CPU seconds of all rows of a grammar, beside what rows usually take
-DENSE = 768                     # tokens from which a template is worth a map
-MAX_JOINT = 3                   # templates in one map
-INF = (1 << 31) - 1
-REGISTER = -1                   # in place of a count: the number beside the state; -1 - k: k more than that
 
 
 class Shared:
@@ -131,7 +125,7 @@ class Grammar:
         self._stacks = Stacks(self._nodes)
         self._follow: dict[int, int] = {}
         self._sets: list[tuple[bool, tuple]] = []                   # set -> (may end, configurations (q, stack, loop, count))
-        self._places, self._build_s = 0, 0.0
+        self._readings, self._places, self._build_s = Places(self), 0, 0.0
         self._set_ids: dict[tuple, int] = {}
         self._loops: list[tuple[int, int, int]] = [(-1, 1, 0)]      # loop -> (state between items, low, high); 0 is none
         self._loop_ids: dict[tuple, int] = {}
@@ -178,7 +172,7 @@ class Grammar:
                     began = time.thread_time()
                     try:
                         with time_limit(time.monotonic() + MAX_ROW_S):
-                            row = _RowBuilder(self, index).build()
+                            row = RowBuilder(self, index).build()
                     finally:
                         self._build_s += max(time.thread_time() - began - USUAL_ROW_S, 0.0)
                     if self.thinks(index):
@@ -371,8 +365,8 @@ class Grammar:
     # ---- sets of configurations
 
     def _set(self, may_end: bool, configs: Sequence[tuple]) -> int:
-        if len(configs) == 1 and (found := self._set_ids.get((may_end, frozenset(configs)))) is not None:
-            return found
+        if len(configs) == 1:
+            return self._interned(may_end, tuple(configs))
         merged: dict[tuple[int, int, int], int] = {}
         for q, stack, loop, count in configs:
             other = merged.setdefault((q, loop, count), stack)
@@ -380,14 +374,18 @@ class Grammar:
                 merged[q, loop, count] = self._stacks.of(self._stacks.frames[other] | self._stacks.frames[stack])
         if len(merged) > 1 and any(key[1] for key in merged):
             merged = self._uncovered(merged)
-        key = may_end, frozenset((q, stack, loop, count) for (q, loop, count), stack in merged.items())
+        return self._interned(may_end, sorted([(q, stack, loop, count) for (q, loop, count), stack in merged.items()]))
+
+    def _interned(self, may_end: bool, configs: Sequence[tuple]) -> int:
+        """A set of configurations, in order, of which none says what others do."""
+        key = may_end, *configs
         found = self._set_ids.get(key)
         if found is None:
-            if len(merged) > MAX_READINGS:
+            if len(configs) > MAX_READINGS:
                 raise GrammarError(f"the grammar is too ambiguous: more than {MAX_READINGS} readings of a text", "grammar")
             found = self._set_ids[key] = len(self._sets)
-            self._sets.append((may_end, tuple(sorted(key[1]))))
-            self._places += len(merged) + 1
+            self._sets.append((may_end, key[1:]))
+            self._places += len(configs) + 1
             if self.places > MAX_PLACES:
                 raise GrammarError(f"the grammar is too ambiguous: its states hold more than {MAX_PLACES} places in its rules", "grammar")
             tick()
@@ -426,26 +424,31 @@ class Grammar:
     def _state(self, which: int) -> tuple[int, bool, int]:
         """(index of the state, whether the count is kept, what is added to it, or to 0) for a set."""
         may_end, configs = self._sets[which]
-        keep, add, chosen = False, 0, None
-        counted = [config for config in configs if config[2]]
-        if counted:
-            chosen = min(counted, key=lambda c: (c[3] >= 0, -self._loops[c[2]][2], c))
-            keep, add = chosen[3] < 0, -1 - chosen[3] if chosen[3] < 0 else chosen[3]
-        rest = [config for config in configs if config != chosen]
-        accept_from = 0 if may_end or any(self._ends_after(c) for c in rest if self._between(c[0], c[2], c[3])) else INF
-        if chosen:
-            between, low, _ = self._loops[chosen[2]]
-            if accept_from and chosen[0] == between and self._ends_after(chosen):
-                accept_from = low
-            rest.append((*chosen[:3], REGISTER))
-        key = accept_from, frozenset(rest)
+        keep, add, accept_from = False, 0, 0 if may_end else INF
+        if len(configs) > 1 or configs and configs[0][2]:
+            configs, keep, add, accept_from = self._with_register(may_end, configs)
+        key = accept_from, configs
         index = self._state_ids.get(key)
         if index is None:
             if len(self._state_ids) >= MAX_GRAMMAR_STATES:
                 raise GrammarError(f"the grammar needs more than {MAX_GRAMMAR_STATES} states", "grammar")
             index = self._state_ids[key] = self.tables.add_state(accept_from)
-            self._configs[index] = tuple(sorted(rest))
+            self._configs[index] = configs
         return index, keep, add
+
+    def _with_register(self, may_end: bool, configs: tuple) -> tuple[tuple, bool, int, int]:
+        """(configurations, of which one has REGISTER in place of its count; whether that count is kept, what is added; from which one it accepts)."""
+        counted = [config for config in configs if config[2]]
+        chosen = min(counted, key=lambda c: (c[3] >= 0, -self._loops[c[2]][2], c)) if counted else None
+        rest = [config for config in configs if config != chosen]
+        accept_from = 0 if may_end or any(self._ends_after(c) for c in rest if self._between(c[0], c[2], c[3])) else INF
+        if chosen is None:
+            return configs, False, 0, accept_from
+        between, low, _ = self._loops[chosen[2]]
+        if accept_from and chosen[0] == between and self._ends_after(chosen):
+            accept_from = low
+        rest.append((*chosen[:3], REGISTER))
+        return tuple(sorted(rest)), chosen[3] < 0, -1 - chosen[3] if chosen[3] < 0 else chosen[3], accept_from
 
     def _ends_after(self, config: tuple) -> bool:
         return self._sets[self._closure(config[1])][0]
@@ -522,252 +525,22 @@ class Grammar:
             found = self._joined[key] = self._value(tuple(lines))
         return found
 
-    def _entry_of(self, values: np.ndarray) -> np.ndarray:
-        """The values in the tables, int32: the index of the first line of each. Makes the states that they lead to."""
-        if self.tables.nbytes > MAX_TABLE_BYTES:
-            raise GrammarError(f"the grammars need more than {MAX_TABLE_BYTES >> 20} MiB", "grammar")
-        found, at = distinct(values)
-        new, lines = [value for value in found if value not in self._entries], []
-        starts = []
-        for value in new:
-            starts.append(len(lines))
-            for low, high, which in self._values[value]:
-                index, keep, add = self._state(which)
-                lines.append((low, high, index, add << ADD_SHIFT | KEEP * keep | MORE))
-            lines[-1] = (*lines[-1][:3], lines[-1][3] & ~MORE)
-        if new:
-            base = self.tables.lines.append(np.array(lines))
-            self._entries.update(zip(new, (base + start for start in starts)))
-        return np.array([self._entries[value] for value in found], np.int32)[at]
-
-
-# ----------------------------------------------------------------------------------------------------------------------------- rows
-
-class _RowBuilder:
-    """One row. Places in pieces are followed from the tree's root, and where a piece ends, what follows it from there, wave by wave.
-
-    Behind the repeat that the state's count belongs to, everything holds for some counts only: `xs` are, by position, the characters of that repeat
-    that the token has begun there, so low <= count + x <= high; -1: holds always.
-    """
-
-    def __init__(self, grammar: Grammar, index: int):
-        self.grammar, self.automaton, self.tables = grammar, grammar._automaton, grammar.tables
-        self.configs = grammar._configs[index]
-        registers = [c[2] for c in self.configs if c[3] == REGISTER]
-        self.low, self.high = grammar._loops[registers[0]][1:] if registers else (0, 0)
-        self.dense: list[tuple[Template, list[int]]] = []
-        self.sparse: list[tuple[np.ndarray, np.ndarray]] = []
-        self.followed = self.begun = 0              # readings, and positions where they begin
-        self.pending: dict[tuple, list[tuple[int, NodeSet, np.ndarray | None]]] = {}    # (q, loop, count) -> (stack, positions, xs)
-        self.done: dict[tuple, list[tuple[int, NodeSet, np.ndarray | None]]] = {}
-        if self.automaton.template_bytes > MAX_TEMPLATE_BYTES:
-            self.automaton.root.templates.clear()
-            self.automaton.template_bytes = 0
-
-    def build(self) -> Row:
-        grammar, root = self.grammar, self.automaton.root
-        for config in self.configs:
-            q, stack, loop, count = config
-            self._later([config], root, None)
-            if loop and q == grammar._loops[loop][0] and (count == REGISTER or grammar._between(q, loop, count)):
-                self._later(self._after(stack), root, np.zeros(1, np.int32) if count == REGISTER else None)
-        while self.pending:
-            wave, self.pending = self.pending, {}
-            for (q, loop, count), sources in wave.items():
-                for stack, starts, xs in self._fresh((q, loop, count), sources):
-                    self.followed += 1 + len(self.grammar._stacks.frames[stack]) // 16
-                    if self.followed > MAX_FOLLOWED:
-                        raise GrammarError(f"the grammar is too ambiguous: more than {MAX_FOLLOWED} readings of the tokens after a text", "grammar")
-                    self._follow((q, stack, loop, count), starts, xs)
-        return self._assemble()
-
-    def _fresh(self, place: tuple, sources: list) -> list[tuple[int, NodeSet, np.ndarray | None]]:
-        """What of (stack, positions, xs) is to be followed: one stack for the same positions, positions with the same stack together, and none that
-        an earlier wave has followed with a stack that allows as much. Of a few positions, that is not worth looking for."""
-        self.begun += sum(starts.size + 100 for _, starts, _ in sources)
-        many = self.begun > self.tables.vocab.byte.size
-        if len(sources) > 1:
-            known, stacks = self.grammar._stacks, {}
-            for stack, starts, xs in sources:
-                stacks.setdefault((id(starts), id(xs)), [starts, xs, set()])[2].add(stack)
-            places: dict[int, list] = {}
-            for starts, xs, some in stacks.values():
-                stack = some.pop() if len(some) == 1 else known.of(frozenset().union(*map(known.frames.__getitem__, some)))
-                places.setdefault(stack, []).append((starts, xs))
-            sources = [(stack, *self._merge(found)) for stack, found in places.items()]
-        elif many and sources[0][1].size > 64 and not sources[0][1].ascending:
-            sources = [(sources[0][0], *self._merge([sources[0][1:]]))]
-        done = self.done.setdefault(place, [])
-        if many and done:
-            sources = [left for source in sources if (left := self._left(*source, done))[1].size]
-        done += sources
-        return sources
-
-    def _left(self, stack: int, starts: NodeSet, xs: np.ndarray | None, done: list) -> tuple[int, NodeSet, np.ndarray | None]:
-        """The positions that were not followed before with a stack, and a condition, that allow as much; all of them if that is most."""
-        before = [(other, more) for below, other, more in done[-COMPARED:] if self.grammar._stacks.covers(below, stack)]
-        if not before:
-            return stack, starts, xs
-        gone = np.isin(starts.nodes, self._always(before))
-        if xs is not None:
-            nodes, more = self._conditional(before)
-            if self.low > 1:
-                gone |= np.isin(starts.nodes.astype(np.int64) * 8192 + xs, nodes.astype(np.int64) * 8192 + more)
-            else:                                   # fewer characters begun are better, but none: there must have been one
-                least = np.full((2, self.tables.vocab.byte.size), 8192, np.int32)
-                np.minimum.at(least, (np.minimum(more, 1), nodes), more)
-                gone |= (xs >= 0) & (least[np.minimum(xs, 1), starts.nodes] <= xs)
-        if gone.mean() < 0.5:
-            return stack, starts, xs
-        return stack, NodeSet(starts.nodes[~gone], ascending=starts.ascending), None if xs is None else xs[~gone]
-
-    def _always(self, sources: list[tuple[NodeSet, np.ndarray | None]]) -> np.ndarray:
-        """The positions that are in one of the sets without a condition, ascending, each once."""
-        return union(self.tables.vocab, [starts.nodes if xs is None else starts.nodes[xs < 0] for starts, xs in sources])
-
-    def _conditional(self, sources: list[tuple[NodeSet, np.ndarray | None]]) -> tuple[np.ndarray, np.ndarray]:
-        """(positions, the x of each) in one of the sets with a condition."""
-        held = [(starts.nodes[xs >= 0], xs[xs >= 0]) for starts, xs in sources if xs is not None]
-        nodes, xs = zip(*held) if held else ((np.zeros(0, np.int32),), (np.zeros(0, np.int32),))
-        return np.concatenate(nodes), np.concatenate(xs)
-
-    def _merge(self, sources: list[tuple[NodeSet, np.ndarray | None]]) -> tuple[NodeSet, np.ndarray | None]:
-        """Several sets of positions as one, each position (with the same x) once."""
-        if len(sources) == 1 and (sources[0][0].ascending or sources[0][0].size <= 64):
-            return sources[0]
-        free = [starts for starts, xs in sources if xs is None]
-        if len(free) == len(sources):
-            return self.automaton.merged(free), None
-        always = self._always(sources)
-        nodes, xs = self._conditional(sources)
-        left = np.isin(nodes, always, invert=True)  # what always holds needs no condition
-        nodes, xs = nodes[left], xs[left]
-        if not nodes.size and len(free) == 1 and free[0].ascending:
-            return free[0], None
-        if sum(more is not None for _, more in sources) > 1 or not all(starts.ascending for starts, _ in sources):
-            keys = np.sort(nodes.astype(np.int64) * 8192 + xs)
-            keys = keys[np.diff(keys, prepend=-1) > 0]
-            nodes, xs = (keys >> 13).astype(np.int32), (keys & 8191).astype(np.int32)
-            if self.low <= 1:                       # as above
-                needed = np.diff(nodes, prepend=-1) > 0
-                needed[1:] |= xs[:-1] < 1
-                nodes, xs = nodes[needed], xs[needed]
-        if not nodes.size:
-            return NodeSet(always, ascending=True), None
-        return NodeSet(np.concatenate([always, nodes])), np.concatenate([np.full(always.size, -1, np.int32), xs])
-
-    def _later(self, configs, starts: NodeSet, xs: np.ndarray | None) -> None:
-        for q, stack, loop, count in configs:
-            self.pending.setdefault((q, loop, count), []).append((stack, starts, xs))
-
-    def _after(self, stack: int) -> tuple:
-        return self.grammar._sets[self.grammar._closure(stack)][1]
-
-    def _follow(self, config: tuple, starts: NodeSet, xs: np.ndarray | None) -> None:
-        q, stack, loop, count = config
-        same = xs is None or bool((xs == xs[0]).all())
-        template = self.automaton.template(q, starts, bool(loop), None if same else xs)
-        if template.size:
-            if same:
-                x = -1 if xs is None else int(xs[0])
-                values = self._inside(config, template.classes, x)
-                if template.size > DENSE and template.unique:
-                    self.dense.append((template, values))
-                else:
-                    self.sparse.append((template.tokens, np.array(values, np.int64)[template.cls]))
-            else:
-                x = np.broadcast_to(xs, template.tokens.shape) if template.source is None else xs[template.source]
-                keys, at = distinct(template.cls.astype(np.int64) * 8192 + x + 1)
-                values = [self._inside(config, [template.classes[key // 8192]], key % 8192 - 1)[0] for key in keys]
-                self.sparse.append((template.tokens, np.array(values, np.int64)[at]))
-        exits, after = template.exits, self._after(stack)
-        if exits is None or not after:
-            return
-        if loop:
-            _, low, high = self.grammar._loops[loop]
-            exits = self.automaton.within(exits, *((0, high) if count == REGISTER else (low - count, high - count)))
-        if loop and count == REGISTER:
-            xs = exits.count
-        elif xs is not None:
-            xs = xs[exits.source]
-        if exits.size:
-            self._later(after, exits, xs)
-
-    def _inside(self, config: tuple, classes: list[tuple[int, int]], x: int) -> list[int]:
-        """The values of tokens that end in a piece, in states `to`, with characters `begun`."""
-        grammar, automaton, values = self.grammar, self.automaton, []
-        _, stack, loop, count = config
-        low, high = (0, INF) if x < 0 else (max(self.low - x, 0), self.high - x)
-        most = grammar._loops[loop][2]
-        for to, begun in classes:
-            if loop and count == REGISTER:
-                value = (0, most - begun, grammar._set(False, ((to, stack, loop, REGISTER - begun),))) if begun <= most else ()
-            elif low > high or loop and count + begun > most:
-                value = ()
-            elif loop:
-                value = low, high, grammar._set(False, ((to, stack, loop, count + begun),))
-            else:
-                may_end, configs = False, ((to, stack, 0, 0),) if automaton.goes_on[to] else ()
-                if automaton.accepts[to]:
-                    may_end, more = grammar._sets[grammar._closure(stack)]
-                    configs += more
-                value = low, high, grammar._set(may_end, configs)
-            values.append(grammar._value((value,)) if value else 0)
-        return values
-
-    # ---- from tokens and values to a row
-
-    def _assemble(self) -> Row:
-        tables = self.tables
-        which, vec = 0, np.zeros(1, np.int64)
-        if self.dense:
-            self.dense.sort(key=lambda item: -item[0].size)
-            for template, values in self.dense[MAX_JOINT:]:
-                self.sparse.append((template.tokens, np.array(values, np.int64)[template.cls]))
-            self.dense = sorted(self.dense[:MAX_JOINT], key=lambda item: item[0].number)
-            which, split = self.grammar.shared.map_of([template for template, _ in self.dense])
-            values = [(0, *values) for _, values in self.dense]
-            vec = np.zeros(len(split), np.int64)
-            for i, classes in enumerate(split):
-                for value, cls in zip(values, classes):
-                    vec[i] = self.grammar._join(int(vec[i]), value[cls])
-        tokens, values = self._overrides()
-        if self.dense and tokens.size:
-            below = vec[tables.maps[which][tokens]]
-            values = self._join(below, values)
-            differs = values != below
-            tokens, values = tokens[differs], values[differs]
-        if tokens.size > MAX_OVERRIDES:
-            whole = vec[tables.maps[which]]
-            whole[tokens] = values
-            found, classes = distinct(whole)
-            if found[0] != 0:
-                found, classes = [0, *found], classes + 1
-            which, vec = tables.add_map(classes), np.array(found)
-            tokens, values = tokens[:0], values[:0]
-        entries = self.grammar._entry_of(np.concatenate([vec, values]))
-        return Row(which, entries[: vec.size], tokens.astype(np.int32), entries[vec.size :])
-
-    def _overrides(self) -> tuple[np.ndarray, np.ndarray]:
-        """(tokens, sorted and each once; their values)."""
-        if not self.sparse:
-            return np.zeros(0, np.int32), np.zeros(0, np.int64)
-        keys = np.sort(np.concatenate([tokens.astype(np.int64) << 32 | values for tokens, values in self.sparse]))
-        keys = keys[(np.diff(keys, prepend=-1) > 0) & (keys & INDEX != 0)]
-        tokens, values = keys >> 32, keys & INDEX
-        while (again := np.flatnonzero(tokens[1:] == tokens[:-1]) + 1).size:    # two by two: of many readings, no long set is made often
-            first = np.flatnonzero(np.concatenate([[True], tokens[1:] != tokens[:-1]]))
-            rank = np.arange(tokens.size) - np.repeat(first, np.diff(np.append(first, tokens.size)))
-            odd = again[rank[again] % 2 == 1]
-            values[odd - 1] = self._join(values[odd - 1], values[odd])
-            left = rank % 2 == 0
-            tokens, values = tokens[left], values[left]
-        return tokens, values
-
-    def _join(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
-        known = len(self.grammar._values)
-        keys, at = distinct(a * known + b)
-        return np.array([self.grammar._join(*divmod(key, known)) for key in keys], np.int64)[at]
+    def _entries_of(self, values: list[int]) -> list[int]:
+        """Values in the tables: the index of the first line of each. Makes the states that they lead to."""
+        known, fresh, lines = self._entries, {}, []
+        for value in values:
+            if value not in known and value not in fresh:
+                fresh[value] = self.tables.lines.size + len(lines)
+                for low, high, which in self._values[value]:
+                    index, keep, add = self._state(which)
+                    lines.append((low, high, index, add << ADD_SHIFT | KEEP * keep | MORE))
+                lines[-1] = (*lines[-1][:3], lines[-1][3] & ~MORE)
+        if lines:
+            if self.tables.nbytes > MAX_TABLE_BYTES:
+                raise GrammarError(f"the grammars need more than {MAX_TABLE_BYTES >> 20} MiB", "grammar")
+            self.tables.lines.append(np.array(lines, np.int32))
+            known.update(fresh)
+        return [known[value] for value in values]
 
 
 def _demo() -> None:

@@ -12,6 +12,8 @@
 //     cpu/draw.h       from logits to tokens
 //     cpu/lookup.h     what followed the last tokens of a text before
 //     cpu/mask.h       what a grammar lets come next
+//     cpu/trie.h       the states of an automaton, followed down the tree of a vocabulary
+//     cpu/row.h        and the readings of a grammar, for the few tokens that leave a state's piece
 //     here             plain C functions on raw pointers, called from Python through ctypes (native.py), which releases the lock. They check nothing.
 //
 // Products multiply in float, or, with bfloat16 tensors on a CPU that has them, by bf16 dot instructions on pairs (AVX512_BF16), or on AMX tiles
@@ -24,7 +26,7 @@
 #include "cpu/layers.h"
 #include "cpu/lookup.h"
 #include "cpu/mask.h"
-#include "cpu/trie.h"
+#include "cpu/row.h"
 
 // dtype 0 is float32, 1 bfloat16, 2 float16
 #define BY_TYPE(dtype, ...) \
@@ -130,6 +132,22 @@ void nano_walk(const Grammars* g, const int64_t* roots, const int64_t* tokens, c
 }
 
 int nano_trie_walk(Walk* w) { return walk(*w); }
+
+// What may be read from the root on, in a state
+void nano_row_begin(RowWalk* w, int state, int place, int x) { go_down(*w, 0, state, place, 0, x); }
+
+// What comes behind a place that ends at some nodes
+void nano_row_exits(RowWalk* w, int place, const int16_t* members, const int32_t* nodes, const int32_t* counts, int64_t n, int x) {
+    end_at(*w, place, members, nodes, counts, n, x);
+}
+
+// As far as it goes; last: then what was found
+int nano_row_follow(RowWalk* w, int last) {
+    const int how = follow_readings(*w);
+    return how == FOLLOWED && last ? gather(*w) : how;
+}
+
+void nano_row_forget(RowWalk* w) { forget(*w); }
 
 int64_t nano_join_maps(const int16_t* a, const int16_t* b, int64_t size, int64_t classes_a, int64_t classes_b, int16_t* out, int32_t* sizes,
                        int64_t* keys) {

@@ -94,6 +94,13 @@ class Walk(ctypes.Structure):
                 ("many", ctypes.c_double), *((name, _C) for name in ("ascending", "state", "loop"))]
 
 
+class RowWalk(ctypes.Structure):
+    """Readings that are followed from piece to piece, for rows.py; see cpu/row.h."""
+
+    _fields_ = [*((name, _P) for name in ("walk", "places", "firsts", "map", "readings", "head", "tokens", "groups", "pairs", "leaves")),
+                *((name, _I) for name in ("room", "at", "size", "full", "num_tokens", "num_pairs", "num_leaves", "unknown"))]
+
+
 FUNCTIONS = {
     "nano_setup": [],
     "nano_layers": [ctypes.POINTER(Step), ctypes.POINTER(Attention), _C],
@@ -109,12 +116,16 @@ FUNCTIONS = {
     "nano_walk": [ctypes.POINTER(Grammars)] + [_P] * 4 + [_I] * 2,
     "nano_trie_walk": [ctypes.POINTER(Walk)],
     "nano_join_maps": [_P] * 2 + [_I] * 3 + [_P] * 3,
+    "nano_row_begin": [ctypes.POINTER(RowWalk)] + [_C] * 3,
+    "nano_row_exits": [ctypes.POINTER(RowWalk), _C, _P, _P, _P, _I, _C],
+    "nano_row_follow": [ctypes.POINTER(RowWalk), _C],
+    "nano_row_forget": [ctypes.POINTER(RowWalk)],
     "nano_mask": [ctypes.POINTER(Grammars), _P, _I, _P, _P, _I, _C],
     "nano_silu_mul": [_P] * 2 + [_I] * 3 + [_C, _C],
 }
 
 
-COUNTING = ("nano_look_up", "nano_trie_walk", "nano_join_maps")     # what returns a number
+COUNTING = ("nano_look_up", "nano_trie_walk", "nano_join_maps", "nano_row_follow")     # what returns a number
 
 
 class BuildError(RuntimeError):
@@ -224,9 +235,11 @@ def _own_folder() -> tempfile.TemporaryDirectory:
 
 
 class TrieWalker:
-    """automaton.py's walks of a vocabulary, by C++. One walk at a time: whoever begins one holds `lock` until it has the result."""
+    """automaton.py's and rows.py's walks of a vocabulary, by C++. One walk at a time: whoever begins one holds `lock` until it has the result."""
 
     BEGIN, SWEPT, EXPAND, NO_ROOM, TOO_MANY = 0, 2, 1, 2, 3         # as in cpu/trie.h
+    FOLLOWED, END_PLACE, TOO_LONG = 0, 2, 3                         # as in cpu/row.h
+    READINGS, NARROW = 1 << 18, 1 << 12         # readings of a row, and from the root
 
     def __init__(self, vocab, loaded: ctypes.CDLL):
         """vocab: a vocab.Vocab."""
@@ -244,6 +257,11 @@ class TrieWalker:
             self._give(name, getattr(self, f"_{name}"))
         self._walk.nodes, self._walk.num_tokens, self._walk.num_levels = nodes, size, len(vocab.levels) - 1
         self._make_room(4 * max(nodes, size) + 4096)
+        self._row, room = RowWalk(walk=ctypes.addressof(self._walk)), self.READINGS
+        self._found = dict(readings=np.empty((room, 6), np.int32), head=np.full(nodes, -1, np.int32), tokens=np.empty(room, np.int32),
+                           groups=np.empty(room, np.int32), pairs=np.empty(room, np.int64), leaves=np.empty((room, 4), np.int32))
+        for name, array in self._found.items():
+            setattr(self._row, name, array.ctypes.data)
 
     def _give(self, name: str, array: np.ndarray | None) -> None:
         self._held[name] = array
@@ -285,15 +303,18 @@ class TrieWalker:
         [2, states + 1]: accepts, expanded. Returns states that have to be expanded first, none at the end. OverflowError: the result has more than
         32,767 classes."""
         walk = self._walk
-        if self._held.get("delta") is not delta or self._held.get("flags") is not flags:
-            self._give("delta", delta)
-            self._held["flags"], walk.num_states = flags, len(delta) - 1
-            walk.accepts, walk.expanded = flags.ctypes.data, flags.ctypes.data + flags.shape[1]
+        self._see(delta, flags)
         while (how := self._library.nano_trie_walk(walk)) == self.NO_ROOM:
             self._make_room(4 * walk.room)
         if how == self.TOO_MANY:
             raise OverflowError
         return self._columns[0, : walk.num_unknown].tolist() if how == self.EXPAND else []
+
+    def _see(self, delta: np.ndarray, flags: np.ndarray) -> None:
+        if self._held.get("delta") is not delta or self._held.get("flags") is not flags:
+            self._give("delta", delta)
+            self._held["flags"], self._walk.num_states = flags, len(delta) - 1
+            self._walk.accepts, self._walk.expanded = flags.ctypes.data, flags.ctypes.data + flags.shape[1]
 
     @property
     def is_swept(self) -> bool:
@@ -313,6 +334,55 @@ class TrieWalker:
         walk = self._walk
         return (self._classes.copy(), self._sizes[: walk.num_classes + 1].astype(np.int64), self._keys[: walk.num_classes].tolist(),
                 self._exits.copy(), walk.num_exits, walk.most, self._sources.copy() if walk.num_starts > 1 else None)
+
+    def read(self, seeds: list[tuple[int, int, int, bool]], exits: list[tuple[int, object, int]], base: np.ndarray | None, automaton,
+             places) -> tuple[np.ndarray, np.ndarray, list[list[int]], list[list[int]]] | int | None:
+        """Which tokens end in which readings. seeds (state, place, x, whether it may be long): from the root on; exits (place, automaton.NodeSet, x):
+        from where pieces end; base int16 [V]: a class of each token, told apart too. automaton: an automaton.Automaton; places: a rows.Places.
+
+        (tokens int32, ascending; the group of each; of each group a group before it, or ~class, << 32 | a leaf; of each leaf place, state, begun, x).
+        Of more than a row should have: the index of the seed that leads to them, or None."""
+        with self.lock:
+            try:
+                return self._read(seeds, exits, base, automaton, places)
+            finally:
+                self._library.nano_row_forget(self._row)
+
+    def _read(self, seeds, exits, base, automaton, places) -> tuple | int | None:
+        row, last = self._row, len(seeds) - 1 if not exits else -1
+        row.map = None if base is None else base.ctypes.data
+        for i, (state, place, x, is_long) in enumerate(seeds):
+            automaton.expand(state)
+            self._look(automaton, places)
+            row.room = self.READINGS if is_long else min(row.size + self.NARROW, self.READINGS)
+            self._library.nano_row_begin(row, state, place, x)
+            if not self._follow(automaton, places, i == last):
+                return None if is_long else i
+        row.room = self.READINGS
+        for place, ends, x in exits:
+            places.end(place)
+            self._look(automaton, places)
+            nodes, counts = (None, None) if ends.members is not None else (ends.nodes, ends.count)
+            self._library.nano_row_exits(row, place, *map(_address, (ends.members, nodes, counts)), ends.size, x)
+        if last < 0 and not self._follow(automaton, places, True):
+            return None
+        found, n, pairs = self._found, row.num_tokens, row.num_pairs
+        return (found["tokens"][:n].copy(), found["groups"][:n].copy(), found["pairs"][:pairs].tolist(), found["leaves"][: row.num_leaves].tolist())
+
+    def _follow(self, automaton, places, last: bool) -> bool:
+        row = self._row
+        while how := self._library.nano_row_follow(row, last):
+            if how == self.TOO_LONG:
+                return False
+            automaton.expand(row.unknown) if how == self.EXPAND else places.end(row.unknown)
+            self._look(automaton, places)
+        return True
+
+    def _look(self, automaton, places) -> None:
+        self._see(automaton.delta, automaton._flags)
+        if self._held.get("places") is not places.table or self._held.get("firsts") is not places.firsts:
+            self._held["places"], self._held["firsts"] = places.table, places.firsts
+            self._row.places, self._row.firsts = places.table.ctypes.data, places.firsts.ctypes.data
 
     def join(self, a: np.ndarray, b: np.ndarray, classes_a: int, classes_b: int) -> tuple[np.ndarray, np.ndarray, list[int]] | None:
         """Two maps int16 [V] as one: (the class of each token, the classes' sizes, a * classes_b + b of each; the first is 0). None: too many."""

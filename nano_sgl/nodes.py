@@ -197,7 +197,8 @@ class Nodes:
                 arcs: list[tuple[int, int]] = []
                 for i, part in enumerate(parts, start=1):
                     if self.keys[part][0] == "byte":            # as most do
-                        arcs.append((self.keys[part][1], parts[i] if i + 1 == len(parts) else self.cat(parts[i:])))
+                        rest = parts[i] if i + 1 == len(parts) else self._ids.get(("cat", *parts[i:])) or self._cat(parts[i:])
+                        arcs.append((self.keys[part][1], rest))
                         break
                     rest = parts[i] if i + 1 == len(parts) else self.cat(parts[i:])
                     arcs += [(mask, self.then(to, rest)) for mask, to in self.linear(part)]

@@ -52,6 +52,11 @@ class Pool:
     def array(self) -> np.ndarray:
         return self._data[: self.size]
 
+    @property
+    def whole(self) -> np.ndarray:
+        """With the room at its end: the same array until that is used up."""
+        return self._data
+
     def append(self, items: np.ndarray) -> int:
         """Where the items begin."""
         start = self.size

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from nano_sgl import compiler, grammar, weights
+from nano_sgl import compiler, grammar, rows, weights
 from nano_sgl.compiler import Compiler
 from nano_sgl.grammar import INDEX, Grammar
 from nano_sgl.rules import GrammarError, tick
@@ -336,7 +336,7 @@ def test_why_a_row_cannot_be_had(make, monkeypatch):
     c = make()
     made = c.submit("regex", "[ab](x|yz)+[cd]").result(10)
     state, other = (made.step_bytes(made.start, text) for text in (b"a", b"ay"))
-    monkeypatch.setattr(grammar, "MAX_FOLLOWED", -1)
+    monkeypatch.setattr(rows, "MAX_FOLLOWED", -1)
     assert c.want(made, state) is None
     assert until(lambda: c.want(made, state) is not None)
     error = c.want(made, state)
@@ -350,7 +350,7 @@ def test_why_a_row_cannot_be_had(make, monkeypatch):
 
 
 def test_a_start_without_a_row_is_a_refusal(make, monkeypatch):
-    monkeypatch.setattr(grammar, "MAX_FOLLOWED", -1)
+    monkeypatch.setattr(rows, "MAX_FOLLOWED", -1)
     assert "too ambiguous" in make().submit("regex", "[ab]c").exception(10).message
 
 
@@ -389,7 +389,7 @@ def test_successors_are_built_ahead_and_states_expanded_once(make, monkeypatch):
 def test_a_row_that_fails_ahead_is_known_when_it_is_wanted(make, monkeypatch):
     c = make()
     made = c.submit("regex", "[ab]c").result(10)
-    monkeypatch.setattr(grammar, "MAX_FOLLOWED", -1)
+    monkeypatch.setattr(rows, "MAX_FOLLOWED", -1)
     c.prefetch(made, made.start)
     assert until(lambda: c.stats()["grammar_rows_failed"] == 1)
     assert c.want(made, made.step(made.start, ord("a"))) is not None
@@ -454,7 +454,7 @@ def test_a_compile_has_its_time_from_when_it_begins_and_others_come_behind_it(ma
 
 def test_a_start_has_the_time_of_its_compile(make, monkeypatch):
     c = make(timeout_s=0.2)
-    monkeypatch.setattr(grammar._RowBuilder, "build", for_ever)
+    monkeypatch.setattr(grammar.RowBuilder, "build", for_ever)
     began = time.monotonic()
     assert "takes too long" in c.submit("regex", "[ab]c").exception(10).message and time.monotonic() - began >= 0.2
     monkeypatch.undo()
@@ -466,7 +466,7 @@ def test_a_row_that_takes_too_long_cannot_be_had_and_others_can(make, monkeypatc
     made = c.submit("regex", "[ab](x|yz)+[cd]").result(10)
     states = [made.step_bytes(made.start, text) for text in (b"a", b"ay")]
     monkeypatch.setattr(grammar, "MAX_ROW_S", 0.1)
-    monkeypatch.setattr(grammar._RowBuilder, "build", for_ever)
+    monkeypatch.setattr(grammar.RowBuilder, "build", for_ever)
     assert c.want(made, states[0]) is None and until(lambda: c.want(made, states[0]) is not None)
     monkeypatch.undo()
     error = c.want(made, states[0])

@@ -16,6 +16,7 @@ from triton_interpreter import DEVICE
 from triton_interpreter import masks as interpreted
 
 from nano_sgl import grammar, masks, weights
+from nano_sgl import rows as row_builder
 from nano_sgl.grammar import COUNT_SHIFT, INDEX
 from nano_sgl.masks import DEAD
 from nano_sgl.rules import GrammarError, Rules
@@ -58,9 +59,9 @@ def reachable(machine: grammar.Grammar, draw: random.Random, walks: int, steps: 
 
 def random_machines(seed: int, patch: pytest.MonkeyPatch, number: int = 3) -> tuple[list[grammar.Grammar], random.Random]:
     """Grammars of one vocabulary, whatever the thresholds that choose how rows are laid out."""
-    draw = random.Random(seed)
+    draw, choose = random.Random(seed), random.Random(-1 - seed)
     for (module, name), values in THRESHOLDS.items():
-        patch.setattr(module, name, draw.choice(values))
+        patch.setattr(module, name, choose.choice(values))
     vocab, found = draw_vocab(draw), []
     while len(found) < number:
         names = [f"r{i}" for i in range(draw.choice([1, 2, 3]))]
@@ -244,7 +245,7 @@ def test_what_is_there_stays_when_tensors_grow(backend, monkeypatch):
     for module in (masks, interpreted):
         monkeypatch.setattr(module, "ROOM", 2)
     machines, draw = random_machines(3, monkeypatch, number=1 if backend == "triton" else 6)
-    monkeypatch.setattr(grammar, "DENSE", 0)
+    monkeypatch.setattr(row_builder, "DENSE", 0)
     where = DEVICE if backend == "triton" else "cpu"
     device, batch, rooms = device_tables(machines[0].tables, backend), [], []
     for machine in machines:
@@ -349,7 +350,7 @@ def test_a_row_that_is_built_while_a_refresh_reads_comes_with_the_next(seed, mon
 
 def test_refreshes_while_threads_build_rows(monkeypatch):
     """Without a lock: whatever the device says it has is right at that moment."""
-    monkeypatch.setattr(grammar, "DENSE", 2)
+    monkeypatch.setattr(row_builder, "DENSE", 2)
     draw = random.Random(5)
     vocab = draw_vocab(draw)
     patterns = [*COUNTED, "(a|b)*abb(c{1,3}a){1,9}", "((a|bc){1,4}(b|ca)*c?){1,7}"]

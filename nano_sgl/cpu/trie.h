@@ -191,39 +191,40 @@ int sweep(Walk& w) {
     return DONE;
 }
 
+inline uint64_t hash_of(int64_t key) { return key; }
+
 // Numbers for keys, in the order in which they are met: keys[number].
+template <class Key>
 struct Numbers {
-    int64_t* keys;
-    int64_t size = 0, last_key = -1, last = 0;
+    Key* keys;
+    int64_t size = 0;
     std::vector<int32_t> table = std::vector<int32_t>(64, -1);  // by linear probing
 
-    explicit Numbers(int64_t* keys) : keys(keys) {}
+    explicit Numbers(Key* keys) : keys(keys) {}
 
-    int64_t slot_of(int64_t key) const {
+    int64_t slot_of(const Key& key) const {
         const int64_t most = table.size() - 1;
-        int64_t at = (uint64_t)key * 0x9E3779B97F4A7C15u >> 32 & most;
-        while (table[at] >= 0 && keys[table[at]] != key) at = (at + 1) & most;
+        int64_t at = hash_of(key) * 0x9E3779B97F4A7C15u >> 32 & most;
+        while (table[at] >= 0 && !(keys[table[at]] == key)) at = (at + 1) & most;
         return at;
     }
 
-    int64_t operator()(int64_t key) {
-        if (key == last_key) return last;
-        const int64_t at = slot_of(key);
-        last_key = key, last = table[at];
-        if (last >= 0) return last;
-        last = table[at] = size, keys[size++] = key;
+    int64_t operator()(const Key& key) {
+        const int64_t at = slot_of(key), found = table[at];
+        if (found >= 0) return found;
+        table[at] = size, keys[size++] = key;
         if (2 * size > (int64_t)table.size()) {
             table.assign(2 * table.size(), -1);
             for (int64_t i = 0; i < size; i++) table[slot_of(keys[i])] = i;
         }
-        return last;
+        return size - 1;
     }
 };
 
 int list(Walk& w) {
     int32_t *tokens = w.columns, *classes = tokens + w.room, *sources = classes + w.room;
     int32_t *nodes = sources + w.room, *origins = nodes + w.room, *counts = origins + w.room;
-    Numbers number(w.keys);
+    Numbers<int64_t> number(w.keys);
     int64_t n = 0, ends = 0;
     for (int64_t i = 0; i < w.size; i++) {
         const Item& item = w.items[i];

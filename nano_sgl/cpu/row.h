@@ -1,0 +1,146 @@
+// The readings of a text, followed down the tree of a vocabulary from piece to piece: rows.py's walk.
+#pragma once
+
+#include "trie.h"
+
+namespace {
+
+// A position that was reached in a state of the automaton, and what lies below the piece: a place. begun: characters that the token has begun there,
+// if the place counts; x: those that it began in the repeat that the row's own count belongs to, -1: what follows holds always.
+struct Reading {
+    int32_t node, state, place, begun, x, next;     // next: of the same node, -1
+
+    bool equals(const Reading& other) const {
+        return state == other.state && place == other.place && begun == other.begun && x == other.x;
+    }
+};
+
+// What comes behind a piece are firsts[after .. end], (state, place) each, the states expanded; after is -1 if that is not known yet. A place that
+// counts has a state `between` two characters (else it is -1), where it may end after `least` to `most` more. own: its count is that of the row.
+struct Ending { int32_t after, end, between, least, most, own; };
+
+// rows.py's struct
+struct RowWalk {
+    const Walk* walk;                           // the tree, and the automaton
+    const Ending* places;
+    const int32_t* firsts;
+    const int16_t* map;                         // the class of each token, before what is found here; null: 0
+    Reading* readings;                          // room for `room`
+    int32_t* head;                              // by node: its last reading, -1
+    int32_t *tokens, *groups;                   // the result: tokens ascending, and the group of each,
+    int64_t* pairs;                             // a group is (a group before it, or ~class) << 32 | leaf,
+    int32_t* leaves;                            // a leaf is (place, state, begun, x)
+    int64_t room, at, size, full, num_tokens, num_pairs, num_leaves, unknown;    // full: there was no room for a reading
+};
+
+enum { FOLLOWED, EXPAND_STATE, END_PLACE, TOO_LONG };   // what `follow_readings` returns
+
+void forget(RowWalk& w) {
+    for (int64_t i = 0; i < w.size; i++) w.head[w.readings[i].node] = -1;
+    w.size = w.at = w.full = 0;
+}
+
+void add_reading(RowWalk& w, const Reading& one) {
+    for (int32_t at = w.head[one.node]; at >= 0; at = w.readings[at].next)
+        if (w.readings[at].equals(one)) return;
+    w.full |= w.size == w.room;
+    if (w.full) return;
+    w.readings[w.size] = one;
+    w.readings[w.size].next = w.head[one.node];
+    w.head[one.node] = w.size++;
+}
+
+// The children of a node, by what is alive there. The state has to be expanded.
+void go_down(RowWalk& w, int32_t node, int32_t state, int32_t place, int32_t begun, int32_t x) {
+    const Walk& t = *w.walk;
+    const Ending& p = w.places[place];
+    const int32_t* row = t.delta + 256 * (int64_t)state;
+    if (state == p.between && begun++ >= p.most) return;
+    for (int32_t kid = t.child0[node], end = kid + t.kids[node]; kid < end; kid++)
+        if (row[t.byte[kid]] >= 0) add_reading(w, {kid, row[t.byte[kid]], place, begun, x, -1});
+}
+
+// A piece ends at the nodes whose `members` is not negative, or at `nodes`, ascending, with `counts` of their own: what comes behind it, where the
+// count is one that the place may end with. From the bytes' side: most nodes have no child with one of those that may come.
+void end_at(RowWalk& w, int32_t place, const int16_t* members, const int32_t* nodes, const int32_t* counts, int64_t n, int32_t x) {
+    const Walk& t = *w.walk;
+    const Ending p = w.places[place];
+    for (int32_t i = p.after; i < p.end; i++) {
+        const int32_t state = w.firsts[2 * i], behind = w.firsts[2 * i + 1], *row = t.delta + 256 * (int64_t)state;
+        const bool first = state == w.places[behind].between;
+        for (int byte = 0; byte < 256; byte++) {
+            const int32_t* start = nodes;
+            for (int32_t k = t.byte_starts[byte]; row[byte] >= 0 && k < t.byte_starts[byte + 1]; k++) {
+                const int32_t kid = t.by_byte[k], above = t.parent[kid];
+                if (!members) start = std::lower_bound(start, nodes + n, above);
+                if (!kid || (members ? members[above] < 0 : start == nodes + n || *start != above)) continue;
+                const int32_t count = members ? members[above] : counts ? counts[start - nodes] : 0;
+                if (p.between < 0 || (count >= p.least && count <= p.most)) add_reading(w, {kid, row[byte], behind, first, p.own ? count : x, -1});
+            }
+        }
+    }
+}
+
+// As far as it can: FOLLOWED at the end, or what it needs first, in `unknown`.
+int follow_readings(RowWalk& w) {
+    const Walk& t = *w.walk;
+    for (; w.at < w.size && !w.full; w.at++) {
+        const Reading one = w.readings[w.at];
+        if (!t.inner[one.node]) continue;
+        const Ending& p = w.places[one.place];
+        const bool ends = p.between < 0 ? t.accepts[one.state] : one.state == p.between && one.begun >= p.least && one.begun <= p.most;
+        w.unknown = one.state;
+        if (!t.expanded[one.state]) return EXPAND_STATE;
+        w.unknown = one.place;
+        if (ends && p.after < 0) return END_PLACE;
+        for (int32_t i = p.after; ends && i < p.end; i++) go_down(w, one.node, w.firsts[2 * i], w.firsts[2 * i + 1], 0, p.own ? one.begun : one.x);
+        go_down(w, one.node, one.state, one.place, one.begun, one.x);
+    }
+    return w.full ? TOO_LONG : FOLLOWED;
+}
+
+struct Leaf {
+    int32_t place, state, begun, x;
+    bool operator==(const Leaf& o) const { return place == o.place && state == o.state && begun == o.begun && x == o.x; }
+};
+
+uint64_t hash_of(const Leaf& leaf) {
+    return ((uint64_t)leaf.place << 32 | (uint32_t)leaf.state) * 0xC2B2AE3D27D4EB4Fu + ((uint64_t)leaf.begun << 32 | (uint32_t)leaf.x);
+}
+
+// Which tokens end in which readings. Tokens with the same class and the same leaves are a group: the last of the pairs that lead there.
+int gather(RowWalk& w) {
+    const Walk& t = *w.walk;
+    Numbers<Leaf> leaf_of((Leaf*)w.leaves);
+    Numbers<int64_t> pair_of(w.pairs);
+    std::vector<uint64_t> found;
+    for (int64_t i = 0; i < w.size; i++) {
+        const Reading& one = w.readings[i];
+        const int32_t first = t.first[one.node], own = t.own[one.node];
+        if (!own) continue;
+        const uint64_t leaf = leaf_of({one.place, one.state, one.begun, one.x});
+        for (int32_t at = first; at < first + own; at++) found.push_back((uint64_t)t.order[at] << 32 | leaf);
+    }
+    if ((int64_t)found.size() > w.room) return TOO_LONG;        // several tokens with the same bytes
+    if (found.size() < 4096) {
+        std::sort(found.begin(), found.end());
+    } else {                                    // by token alone: of one token, in whichever order
+        std::vector<int32_t> place(t.num_tokens + 1);
+        for (const uint64_t one : found) place[(one >> 32) + 1]++;
+        for (int64_t i = 0; i < t.num_tokens; i++) place[i + 1] += place[i];
+        std::vector<uint64_t> sorted(found.size());
+        for (const uint64_t one : found) sorted[place[one >> 32]++] = one;
+        found.swap(sorted);
+    }
+    w.num_tokens = 0;
+    for (size_t i = 0; i < found.size();) {
+        const int32_t token = found[i] >> 32;
+        int64_t group = ~(int64_t)(w.map ? w.map[token] : 0);
+        for (; i < found.size() && (int32_t)(found[i] >> 32) == token; i++) group = pair_of((uint64_t)group << 32 | (uint32_t)found[i]);
+        w.tokens[w.num_tokens] = token, w.groups[w.num_tokens++] = group;
+    }
+    w.num_leaves = leaf_of.size, w.num_pairs = pair_of.size;
+    return FOLLOWED;
+}
+
+}  // namespace
