@@ -38,6 +38,7 @@ EMPTY, NEVER = 0, 1             # the nodes of the empty text and of nothing at 
 MAX_DEPTH = 220                 # nesting of an expression: three times that of rules.py, and some
 MAX_INLINE = 60                 # nesting of a rule that is put where it is used
 MAX_PARTS = 400_000             # of a grammar
+MAX_KNOWN = 1000                # big expressions that a vocabulary's nodes are remembered of
 MAX_PATHS = 5000                # rules that left recursion may turn into
 CHUNK = 256                     # parts of one Cat: longer ones become trees, so that no suffix is long. Equal texts in other trees are not equal
 RUN = 8                         # equal parts in a row from which they become a repeat
@@ -61,32 +62,44 @@ class Nodes:
         self.nullable: list[bool] = []
         self.stacked: list[bool] = []               # has a Ref in it, or a leaf of grammar.py
         self.depth: list[int] = []
+        self.items: list[int] = []                  # what a repeat repeats; of other nodes, themselves
         self._ids: dict[tuple, int] = {}
+        self._bytes: dict[int, int] = {}
+        self._cats: set[int] = set()
         self._linear: dict[int, tuple] = {}
         self._positive: dict[int, int] = {}
         self._shapes: dict[int, int] = {}
         self._cuts: dict[int, int] = {}
         self._extents: dict[int, tuple[int, int | None]] = {}
         self._codes: dict[int, bool] = {}
-        self._known: dict[int, tuple[Expr, int]] = {}   # big expressions that were converted, by identity: character classes
+        self._known: dict[int, tuple[Expr, int]] = {}   # big expressions that were converted, by identity: character classes, formats
         self.new_rule = itertools.count().__next__
         self._intern(("empty",), True)
         self._intern(("never",), False)
 
     def _intern(self, key: tuple, nullable: bool, stacked: bool = False) -> int:
         node = self._ids.get(key)
-        if node is None:
-            node = self._ids[key] = len(self.keys)
-            self.keys.append(key)
-            self.nullable.append(nullable)
-            self.stacked.append(stacked)
-            below = key[1:] if key[0] in ("cat", "or") else key[1:2] if key[0] in ("rep", "text", "counted") else ()
-            self.depth.append(1 + max([self.depth[part] for part in below], default=0))
-            tick()
+        return self._new(key, nullable, stacked) if node is None else node
+
+    def _new(self, key: tuple, nullable: bool, stacked: bool) -> int:
+        node = self._ids[key] = len(self.keys)
+        kind = key[0]
+        self.keys.append(key)
+        self.nullable.append(nullable)
+        self.stacked.append(stacked)
+        self.items.append(key[1] if kind == "rep" else node)
+        below = key[1:] if kind in ("cat", "or") else key[1:2] if kind in ("rep", "text", "counted") else ()
+        self.depth.append(1 + max(map(self.depth.__getitem__, below), default=0))
+        if kind == "cat":
+            self._cats.add(node)
+        tick()
         return node
 
     def byte(self, mask: int) -> int:
-        return self._intern(("byte", mask & self.alphabet), False) if mask & self.alphabet else NEVER
+        found = self._bytes.get(mask)
+        if found is None:
+            found = self._bytes[mask] = self._intern(("byte", mask & self.alphabet), False) if mask & self.alphabet else NEVER
+        return found
 
     def ref(self, rule: int) -> int:
         return self._intern(("ref", rule), False, True)
@@ -100,13 +113,16 @@ class Nodes:
         return self._intern(("counted", item, low, high), False, True)
 
     def cat(self, parts: Iterable[int]) -> int:
-        parts = [part for part in parts if part != EMPTY]
+        parts = list(parts)
+        if EMPTY in parts:
+            parts = [part for part in parts if part != EMPTY]
         if len(parts) < 2:
             return parts[0] if parts else EMPTY
         if NEVER in parts:
             return NEVER
-        flat = [p for part in parts for p in (self.keys[part][1:] if self.keys[part][0] == "cat" else (part,))]
-        parts = flat if len(flat) <= CHUNK else parts
+        if not self._cats.isdisjoint(parts):
+            flat = [p for part in parts for p in (self.keys[part][1:] if part in self._cats else (part,))]
+            parts = flat if len(flat) <= CHUNK else parts
         while len(parts) > CHUNK:
             parts = [self._cat(parts[i : i + CHUNK]) for i in range(0, len(parts), CHUNK)]
         return self._cat(parts)
@@ -114,7 +130,8 @@ class Nodes:
     def _cat(self, parts: list[int]) -> int:
         if len(parts) == 1:
             return parts[0]
-        return self._intern(("cat", *parts), all(self.nullable[p] for p in parts), any(self.stacked[p] for p in parts))
+        key = "cat", *parts
+        return self._ids.get(key) or self._new(key, all(map(self.nullable.__getitem__, parts)), any(map(self.stacked.__getitem__, parts)))
 
     def then(self, node: int, rest: int) -> int:
         """The cat of two."""
@@ -127,20 +144,23 @@ class Nodes:
         return self._ids.get(key) or self._intern(key, self.nullable[node] and self.nullable[rest], self.stacked[node] or self.stacked[rest])
 
     def alt(self, parts: Iterable[int]) -> int:
-        mask, others = 0, set()
+        mask, others, keys = 0, set(), self.keys
         for part in parts:
-            for p in self.keys[part][1:] if self.keys[part][0] == "or" else (part,):
-                if self.keys[p][0] == "byte":
-                    mask |= self.keys[p][1]
-                elif p != NEVER:
+            key = keys[part]
+            for p in key[1:] if key[0] == "or" else (part,):
+                if keys[p][0] == "byte":
+                    mask |= keys[p][1]
+                else:
                     others.add(p)
+        others.discard(NEVER)
         if mask:
             others.add(self.byte(mask))
         if EMPTY in others and any(self.nullable[p] for p in others if p != EMPTY):
             others.remove(EMPTY)
         if len(others) < 2:
             return others.pop() if others else NEVER
-        return self._intern(("or", *sorted(others)), any(self.nullable[p] for p in others), any(self.stacked[p] for p in others))
+        key = "or", *sorted(others)
+        return self._ids.get(key) or self._new(key, any(map(self.nullable.__getitem__, others)), any(map(self.stacked.__getitem__, others)))
 
     def rep(self, item: int, low: int, high: int | None) -> int:
         """Repeats of a repeat become one where no number of times is left out."""
@@ -443,48 +463,93 @@ class _Normalizer:
     """Rules -> nodes by rule number, in normal form (above)."""
 
     def __init__(self, nodes: Nodes, rules: Rules):
-        self.nodes, self.count = nodes, 0
+        self.nodes, self.count, self.met = nodes, 0, 0
         self.ids = {name: nodes.new_rule() for name in rules.rules}
-        self.raw = {self.ids[name]: self._convert(expr, name, 0) for name, expr in rules.rules.items()}
+        self._put: dict[str, int] = {}              # rules without references: put where they are used
+        self._made: dict[int, tuple[int, bool]] = {}    # by identity: expressions in which no reference is left, and whether they had some
         self._refs: dict[int, frozenset[int]] = {}
-        self._inline(self.raw)
+        self.raw: dict[int, int] = {}
+        for component in components({name: self._names(expr) for name, expr in rules.rules.items()}):
+            for name in component:
+                self.count += 1
+                node, rule = self._convert(rules.rules[name], name, 0), self.ids[name]
+                node = self._loop(rule, node) if rule in self.refs(node) else node
+                if not nodes.stacked[node] and nodes.depth[node] < MAX_INLINE:          # whoever walks it recurses
+                    self._put[name] = node
+                if name not in self._put or len(component) > 1 or name == rules.start:
+                    self.raw[rule] = node
         self.optional = self._least(self.raw, lambda node, found: self._matches(node, found, empty=True))
         self._normal: dict[int, int] = {}
         self.rules = {rule: nodes.positive(self._normalize(node)) for rule, node in self.raw.items()}
-        self.start = self._normalize(self._convert(Ref(rules.start), rules.start, 0))
+        if rules.start not in self.ids:
+            raise GrammarError(f"rule {rules.start} is not defined", rules.start, rules.start)
+        self.start = self._normalize(nodes.ref(self.ids[rules.start]))
+
+    def _names(self, expr: Expr) -> set[str]:
+        """The rules that an expression refers to."""
+        found, todo, known, seen = set(), [expr], self.nodes._known, set()
+        while todo:
+            one = todo.pop()
+            kind = type(one)
+            if kind is Ref:
+                if one.name in self.ids:
+                    found.add(one.name)
+            elif kind is Repeat:
+                todo.append(one.item)
+            elif kind is not Byte and id(one) not in known and id(one) not in seen:
+                seen.add(id(one))
+                todo += one.parts
+                tick()
+        return found
 
     def _convert(self, expr: Expr, rule: str, depth: int) -> int:
-        known = self.nodes._known.get(id(expr))
+        nodes, kind = self.nodes, type(expr)
+        if kind is Byte:
+            return nodes.byte(expr.mask)
+        if kind is Ref:
+            self.met += 1
+            found = self._put.get(expr.name)
+            if found is None:
+                if expr.name not in self.ids:
+                    raise GrammarError(f"rule {expr.name} is not defined", expr.name, rule)
+                found = nodes.ref(self.ids[expr.name])
+            return found
+        found = self._made.get(id(expr))
+        if found is not None:
+            self.met += found[1]
+            return found[0]
+        known = nodes._known.get(id(expr))
         if known is not None and known[0] is expr:
             return known[1]
-        self.count += 1
+        before = self.count, self.met
+        self.count += 1 if kind is Repeat else len(expr.parts)
         tick()
         if depth > MAX_DEPTH or self.count > MAX_PARTS:
             what = f"nested deeper than {MAX_DEPTH}" if depth > MAX_DEPTH else f"more than {MAX_PARTS} parts"
             raise GrammarError(f"the grammar is too large: {what}, in rule {rule}", "grammar", rule)
-        nodes = self.nodes
-        if isinstance(expr, Byte):
-            return nodes.byte(expr.mask)
-        if isinstance(expr, Ref):
-            if expr.name not in self.ids:
-                raise GrammarError(f"rule {expr.name} is not defined", expr.name, rule)
-            return nodes.ref(self.ids[expr.name])
-        if isinstance(expr, Repeat):
+        if kind is Repeat:
             if expr.low < 0 or (expr.high is not None and expr.high < expr.low):
                 raise GrammarError(f"a repeat of {expr.low} to {expr.high} times, in rule {rule}", "repeat", rule)
-            return nodes.rep(self._convert(expr.item, rule, depth + 1), expr.low, expr.high)
-        parts = [self._convert(part, rule, depth + 1) for part in expr.parts]
-        node = nodes.cat(self._runs(parts)) if isinstance(expr, Cat) else nodes.alt(parts)
-        if len(parts) > 16 and not nodes.stacked[node] and len(nodes._known) < 1000:
-            nodes._known[id(expr)] = expr, node     # holding `expr` keeps its id from being used again
+            node = nodes.rep(self._convert(expr.item, rule, depth + 1), expr.low, expr.high)
+        else:
+            bytes_, convert = nodes._bytes, self._convert
+            parts = [bytes_.get(part.mask) or convert(part, rule, depth + 1) if type(part) is Byte else convert(part, rule, depth + 1)
+                     for part in expr.parts]
+            node = nodes.cat(self._runs(parts)) if kind is Cat else nodes.alt(parts)
+        if not nodes.stacked[node]:
+            self._made[id(expr)] = node, self.met > before[1]
+            if self.count - before[0] > 16 and self.met == before[1] and len(nodes._known) < MAX_KNOWN:
+                nodes._known[id(expr)] = expr, node     # holding `expr` keeps its id from being used again
         return node
 
     def _runs(self, parts: list[int]) -> list[int]:
         """Parts of a Cat, many equal ones as a repeat: x{a,b} x{c,d} is x{a+c,b+d}."""
-        keys = self.nodes.keys
-        items = [keys[part][1] if keys[part][0] == "rep" else part for part in parts]
+        items, keys = list(map(self.nodes.items.__getitem__, parts)), self.nodes.keys
         if not any(map(operator.eq, items, items[1:])):
             return parts
+        if len(set(items)) > len(items) - RUN + 1 and all(one != other or keys[parts[i]][0] == keys[parts[i + 1]][0] == "byte"
+                                                          for i, (one, other) in enumerate(zip(items, items[1:]))):
+            return parts                            # as words with a double letter
         found: list[int] = []
         for item, run in itertools.groupby(map(self.nodes.bounds, parts), key=lambda bounds: bounds[0]):
             _, lows, highs = zip(*run)
