@@ -31,7 +31,8 @@ from functools import lru_cache
 
 import numpy as np
 
-from .nodes import EMPTY, Nodes, normalize, split_bytes
+from .nodes import EMPTY, Nodes, split_bytes
+from .normal_form import normalize
 from .rules import Byte, Cat, GrammarError, Or, Repeat, Rules, tick
 from .vocab import Vocab
 

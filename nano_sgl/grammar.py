@@ -49,7 +49,8 @@ import numpy as np
 
 from . import figures, json_schema, schema, structural_tag  # noqa: F401 (two of them register themselves)
 from .automaton import Automaton, Template
-from .nodes import COMPARED, DONE, NEVER, Stacks, normalize
+from .nodes import COMPARED, DONE, NEVER, Stacks
+from .normal_form import normalize
 from .rows import INF, REGISTER, Places, RowBuilder
 from .rules import Byte, Cat, GrammarError, Ref, Repeat, Rules, tick, time_limit
 from .tables import ADD_SHIFT, COUNT_SHIFT, INDEX, KEEP, MORE, Row, Tables, join_maps

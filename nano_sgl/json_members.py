@@ -23,12 +23,14 @@ schema leaves undefined. 4,000 keys that may be left out are bearable, 10,000 ar
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import NamedTuple
 
-from .rules import BYTES, EMPTY, NEVER, Expr, GrammarError, Ref, Rules, alt, cat, literal, repeat, show, tick
+from .json_text import spelled
+from .rules import BYTES, EMPTY, NEVER, Byte, Cat, Expr, GrammarError, Or, Ref, Rules, alt, cat, complement, literal, repeat, show, tick, union
 from .schema import LAYOUTS, Layout
 
 MAX_PAIRS = 20_000  # states, or arcs, of one object or array
@@ -250,6 +252,65 @@ def others(writer: Writer, extras: list[Option], left: Count, begun: bool) -> Ex
         return cat([repeat(cat([comma, extra]), low, high), pad])
     more = cat([extra, repeat(cat([comma, extra]), max(low - 1, 0), high and high - 1), pad])
     return repeat(more, int(low > 0), 0 if high == 0 else 1)
+
+
+# -- keys that nobody declares --
+
+# What a string spells in one way where it is plain: what ASCII can print, but not / " \\
+SIMPLE = Byte(sum(1 << b for b in range(32, 127) if chr(b) not in '/"\\'))
+OTHERS = complement(union((b, b) for b in range(128) if SIMPLE.mask >> b & 1))
+
+
+def is_simple(char: str) -> bool:
+    """Is it spelled in one way?"""
+    return char < "\x80" and bool(SIMPLE.mask >> ord(char) & 1)
+
+
+REST = repeat(alt([SIMPLE, spelled(OTHERS, True)]), 0, None)
+SPECIAL = cat([spelled(OTHERS, True), REST])
+
+
+@functools.lru_cache(maxsize=4096)
+def begun_by_others(heads: str) -> tuple[Expr, ...]:
+    """All strings that begin with none of the heads, but the empty one."""
+    if all(map(is_simple, heads)):
+        return SPECIAL, Cat((Byte(SIMPLE.mask & ~sum(1 << ord(head) for head in heads)), REST))
+    return cat([spelled(complement(union((ord(head), ord(head)) for head in heads)), True), REST]),
+
+
+def plain_char(char: str) -> Expr:
+    """A character of a word that is avoided."""
+    return BYTES[ord(char)] if is_simple(char) else spelled(((ord(char), ord(char)),), True)
+
+
+@functools.lru_cache(maxsize=4096)
+def all_but(word: str) -> Expr:
+    """All strings but the word, of less than 16 characters: the same object again for words that end alike."""
+    return Or((EMPTY, *begun_by_others(word[0]), Cat((plain_char(word[0]), all_but(word[1:]))))) if word else Or(begun_by_others(""))
+
+
+def avoid(words: set[str], name: str, rules: dict[str, Expr]) -> Expr:
+    """All strings but the words; plain ones, for then what is not simple is alike everywhere."""
+
+    def below(some: list[str], depth: int) -> Expr:
+        if len(some) == 1 and len(some[0]) - depth < 16:
+            return all_but(some[0][depth:])
+        if depth % 16 == 0 and depth:
+            todo.append((f"{name}.{some[0][:depth]}", some, depth))
+            return Ref(todo[-1][0])
+        return made(some, depth)
+
+    def made(some: list[str], depth: int) -> Expr:
+        heads = {head: list(group) for head, group in itertools.groupby(some[len(some[0]) == depth:], lambda word: word[depth])}
+        parts = [Cat((plain_char(head), below(group, depth + 1))) for head, group in heads.items()]
+        return Or((*([EMPTY] if len(some[0]) > depth else []), *begun_by_others("".join(heads)), *parts))
+
+    todo = [(f"{name}.", sorted(words), 0)]
+    while todo:
+        key, group, depth = todo.pop()
+        rules[key] = made(group, depth)
+        tick()
+    return Ref(f"{name}.")
 
 
 if __name__ == "__main__":

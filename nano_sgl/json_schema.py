@@ -44,10 +44,10 @@ from typing import NamedTuple
 
 from .json_document import (EITHER, HAS, NAMED_TYPES, NOT, OWNER, TAIL, TYPES, Document, Part, Parts, canonical, decimal, endless, escape, is_schema,
                             refusal, rivals, type_of)
-from .json_members import Count, Option, Pair, Writer, bracketed, in_any_order, in_order, sequence, subsets
-from .json_text import (FORMATS, MAX_DIGITS, WHOLE, Bounds, Derived, Letters, Multiple, Several, avoid, product, quoted, regex_rules,
+from .json_members import Count, Option, Pair, Writer, avoid, bracketed, in_any_order, in_order, sequence, subsets
+from .json_text import (FORMATS, MAX_DIGITS, WHOLE, Bounds, Derived, Letters, Multiple, Several, product, quoted, regex_rules,
                         scientific, shortened, single, span, spelled)
-from .rules import ALL, BYTES, NEVER, Byte, Cat, Expr, GrammarError, Ranges, Ref, Repeat, Rules, alt, cat, literal, repeat, show, tick
+from .rules import ALL, BYTES, NEVER, Byte, Cat, Expr, GrammarError, Or, Ranges, Ref, Repeat, Rules, alt, cat, literal, repeat, show, tick
 from .schema import LAYOUTS, MAX_TEXT, grammar, json_rules, strings
 
 MAX_SETS = 12_000      # parts of all sets that have a rule
@@ -57,16 +57,23 @@ MAX_WORDS = 40_000     # characters of the keys that others must differ from, in
 MEMBERS = frozenset(("properties", "patternProperties", "additionalProperties", "propertyNames"))
 
 
+class Source(NamedTuple):
+    """A pattern that a string must match, or must not: as `Letters.pattern` takes it, and where it stands."""
+    pattern: tuple[str, bool]
+    positive: bool
+    keyword: str
+    path: str
+
+
 class Text(NamedTuple):
-    """What a string must be: its length, and expressions over letters that it must match, or must not."""
+    """What a string must be: its length, and patterns."""
     low: int
     high: int | None
-    exprs: list[tuple[Expr, bool]]
+    sources: list[Source]
     keyword: str
-    sources: list[tuple[str, bool]]  # of the expressions that are patterns
 
 
-ANYTHING = Text(0, None, [], "pattern", [])
+ANYTHING = Text(0, None, [], "pattern")
 
 
 @lru_cache(maxsize=3)
@@ -330,7 +337,7 @@ class Compiler:
 
     def text(self, flat: Iterable[Part], regex: bool = False) -> Text:
         """Of a string: all that is said of it, except which values it must not be. regex: the format of that name is the caller's to hold."""
-        low, high, exprs, keyword, sources = 0, None, [], "pattern", []
+        low, high, keyword, sources = 0, None, "pattern", []
         for part in flat:
             schema, path = part
             low = max(low, int(schema.get("minLength", 0)))
@@ -341,16 +348,18 @@ class Compiler:
                     if arg == "regex" and not (positive and regex):
                         raise refusal("format" if positive else "not", path, "format regex is held only for a string of which nothing else is said")
                     continue
-                source = (FORMATS[arg], False) if keyword == "format" else (arg, True)
-                exprs.append((self.parse(source, keyword, path), positive))
-                sources.append(source)
-        return Text(low, high, exprs, keyword, sources)
+                sources.append(Source((FORMATS[arg], False) if keyword == "format" else (arg, True), positive, keyword, path))
+        return Text(low, high, sources, keyword)
 
-    def parse(self, source: tuple[str, bool], keyword: str, path: str) -> Expr:
-        """An expression over letters."""
+    def exprs(self, sources: Iterable[Source]) -> list[tuple[Expr, bool]]:
+        """Expressions over letters that must match, or must not."""
+        return [(self.parse(*source), source.positive) for source in sources]
+
+    def parse(self, pattern: tuple[str, bool], positive: bool, keyword: str, path: str, read: Callable[..., Expr] | None = None) -> Expr:
+        """An expression over letters; or what else reads a pattern."""
         tick()
         try:
-            return self.letters.pattern(*source)
+            return (read or self.letters.pattern)(*pattern)
         except GrammarError as error:
             raise refusal(keyword, path, error.message) from None
 
@@ -358,7 +367,10 @@ class Compiler:
 
     def write_text(self, name: str, text: Text, without: Iterable[str], path: str, words: tuple[str, str]) -> Expr:
         """What stands between the quotes. words: the keyword that names those in `without`, and its place."""
-        low, high, exprs, without = text.low, text.high, list(text.exprs), set(without)
+        low, high, without = text.low, text.high, set(without)
+        if len(text.sources) == 1 and text.sources[0].positive and not low and high is None and not without:
+            return self.parse(*text.sources[0], single)
+        exprs = self.exprs(text.sources)
         for expr, positive in exprs:
             least, most = span(expr)
             low, high = low if not positive or least < low else 0, high if not positive or most is None or high is None or most > high else None
@@ -372,12 +384,10 @@ class Compiler:
                 self.words += sum(map(len, without))
                 if self.words > MAX_WORDS:
                     raise refusal(*words, f"there are too many strings that others must differ from: more than {MAX_WORDS} characters in all")
-                self.others[known] = avoid(without, f"other{len(self.others)}", self.rules, self.char)
+                self.others[known] = avoid(without, f"other{len(self.others)}", self.rules)
             return self.others[known]
         if len(exprs) == 1 and exprs[0][1] and not without:
             expr = exprs[0][0]
-            if not low and high is None:
-                return single(*text.sources[0])
             if isinstance(expr, Repeat) and isinstance(expr.item, Byte):
                 high = min((end for end in (high, expr.high) if end is not None), default=None)
                 low = max(low, expr.low)
@@ -398,7 +408,7 @@ class Compiler:
     def shorten(self, text: Text, high: int | None) -> tuple[list[tuple[Expr, bool]], int | None]:
         """Its expressions under a bound on the length, and the bound: formats that have none below it lose what is rare."""
         found = []
-        for (expr, positive), (source, search) in zip(text.exprs, text.sources):
+        for (expr, positive), ((source, search), *_) in zip(self.exprs(text.sources), text.sources):
             most, sources = span(expr)[1], [source]
             if positive and not search and (most is None or high is None or most > high):
                 sources, high = shortened(source, high)
@@ -421,7 +431,7 @@ class Compiler:
             self.rules |= regex_rules()
             return quoted(Ref("json.regex"))
         text = self.text(flat)
-        if text == ANYTHING and not without:
+        if text[:3] == ANYTHING[:3] and not without:
             return self.json("string")
         words = next((("enum", part.path) for part in flat if self.excluded([part], kind)), ("not", flat[0].path))
         return quoted(self.write_text(name, text, without, flat[0].path, words))
@@ -583,7 +593,7 @@ class Compiler:
                 continue
             named = [Part(schema["properties"][key], f"{path}/properties/{escape(key)}")] if key in schema.get("properties", ()) else []
             named += [Part(one, f"{path}/patternProperties/{escape(pattern)}") for pattern, one in schema.get("patternProperties", {}).items()
-                      if self.letters.matches(self.parse((pattern, True), "patternProperties", path), key)]
+                      if self.letters.matches(self.parse((pattern, True), True, "patternProperties", path), key)]
             if not named and "additionalProperties" in schema:
                 named.append(Part(schema["additionalProperties"], f"{path}/additionalProperties"))
             if "propertyNames" in schema and not self.holds(key, Part(schema["propertyNames"], f"{path}/propertyNames")):
@@ -625,13 +635,14 @@ class Compiler:
 
         if not patterns or len(patterns) == 1 and value(set()) == NEVER:
             last = value(set(patterns))
-            sources = [(pattern, True) for pattern in patterns]
-            exprs = [(self.parse(source, "patternProperties", path), True) for source in sources]
+            sources = text.sources + [Source((pattern, True), True, "patternProperties", path) for pattern in patterns]
+            self.exprs(sources)                     # which may refuse them
             if last == NEVER:
                 return NEVER
-            keys = text._replace(exprs=text.exprs + exprs, sources=text.sources + sources, keyword="patternProperties" if exprs else text.keyword)
+            keys = text._replace(sources=sources, keyword="patternProperties" if patterns else text.keyword)
             return cat([quoted(self.write_text(name, keys, without, path, ("additionalProperties", path))), self.layout.colon, last])
-        exprs, others = [self.parse((pattern, True), "patternProperties", path) for pattern in patterns], self.walkers(text.exprs, without)
+        exprs = [self.parse((pattern, True), True, "patternProperties", path) for pattern in patterns]
+        others = self.walkers(self.exprs(text.sources), without)
 
         def end(accepted: list) -> Expr:
             if not all(accepted[1:]):
@@ -715,7 +726,7 @@ class Compiler:
         if flat[0].schema.get("format") == "regex" and not is_regex(value):
             return False
         return text.low <= len(value) and (text.high is None or len(value) <= text.high) and all(
-            self.letters.matches(expr, value) == positive for expr, positive in text.exprs)
+            self.letters.matches(expr, value) == positive for expr, positive in self.exprs(text.sources))
 
     def check_array(self, value: list, flat: Parts) -> bool:
         """An array against its elements' schemas and its length."""
@@ -752,11 +763,17 @@ def productive(rules: dict[str, Expr]) -> bool:
     known = {name for name in rules if name.startswith(("json.", "other"))}  # terminals, and keys that nobody declares
 
     def ends(expr: Expr) -> bool:
-        if isinstance(expr, Ref):
+        kind = type(expr)
+        if kind is Ref:
             return expr.name in known
-        if isinstance(expr, Repeat):
+        if kind is Repeat:
             return expr.low == 0 or ends(expr.item)
-        return isinstance(expr, Byte) or (all if isinstance(expr, Cat) else any)(map(ends, expr.parts))
+        if kind is Or:
+            return any(map(ends, expr.parts))
+        for part in expr.parts if kind is Cat else ():
+            if type(part) is not Byte and not ends(part):
+                return False
+        return True
 
     left = [name for name in rules if name not in known]
     while True:

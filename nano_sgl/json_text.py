@@ -123,11 +123,23 @@ class Letters:
     def pattern(self, text: str, search: bool = True) -> Expr:
         """A regular expression; search: a string that holds a match."""
         if (text, search) not in self.known:
-            parser = Pattern(text, self)
-            expr, anything = parser.read(), repeat(self.any, 0, None)
-            expr = cat([anything, expr, anything]) if search else expr
-            self.known[text, search] = regex.Anchors(parser).fix(expr, True, True) if parser.anchored else expr
+            expr, sets = read(text, search)
+            self.known[text, search] = self.taken(expr, [self.of(ranges).mask for ranges in sets], {})
         return self.known[text, search]
+
+    def taken(self, expr: Expr, bits: list[int], known: dict[int, Expr]) -> Expr:
+        """An expression over others' letters. bits: what their sets are here; known: what was taken, by identity."""
+        if bits == [1 << i for i in range(len(bits))]:
+            return expr
+        if id(expr) not in known:
+            if isinstance(expr, Byte):
+                made = Byte(sum(bit for i, bit in enumerate(bits) if expr.mask >> i & 1))
+            elif isinstance(expr, Repeat):
+                made = Repeat(self.taken(expr.item, bits, known), expr.low, expr.high)
+            else:
+                made = type(expr)(tuple([self.taken(part, bits, known) for part in expr.parts]))
+            known[id(expr)] = made
+        return known[id(expr)]
 
     def word(self, text: str) -> Expr:
         """The text itself."""
@@ -174,6 +186,16 @@ class Letters:
             if state is None:
                 return False
         return walker.accepts(state)
+
+
+@functools.lru_cache(maxsize=256)
+def read(text: str, search: bool) -> tuple[Expr, list[Ranges]]:
+    """A regular expression over letters of its own, and these; search: a string that holds a match."""
+    letters = Letters()
+    parser = Pattern(text, letters)
+    expr, anything = parser.read(), repeat(letters.any, 0, None)
+    expr = cat([anything, expr, anything]) if search else expr
+    return regex.Anchors(parser).fix(expr, True, True) if parser.anchored else expr, letters.sets
 
 
 class Pattern(regex.Regex):
@@ -515,47 +537,6 @@ def counted(states: list[State], low: int, high: int | None, spell: Callable[[in
         rules[own] = alt([cat([repeat(spell(arcs[i]), 0, piece - 1), alt(parts)]), *onward]) if piece else alt(parts)
         tick()
     return Ref(f"{name}.0")
-
-
-# What a string spells in one way where it is plain: what ASCII can print, but not / " \\
-SIMPLE = Byte(sum(1 << b for b in range(32, 127) if chr(b) not in '/"\\'))
-OTHERS = complement(union((b, b) for b in range(128) if SIMPLE.mask >> b & 1))
-
-
-def is_simple(char: str) -> bool:
-    """Is it spelled in one way?"""
-    return char < "\x80" and bool(SIMPLE.mask >> ord(char) & 1)
-
-
-def avoid(words: set[str], name: str, rules: dict[str, Expr], spell: Callable[..., Expr]) -> Expr:
-    """All strings but the words; plain ones, for then what is not simple is alike everywhere."""
-    rest, special = Ref("json.rest"), Ref("json.special")
-    rules[rest.name] = repeat(alt([SIMPLE, spell(OTHERS, True)]), 0, None)
-    rules[special.name] = cat([spell(OTHERS, True), rest])
-
-    def other(heads: list[str]) -> list[Expr]:
-        if all(map(is_simple, heads)):
-            return [special, Cat((Byte(SIMPLE.mask & ~sum(1 << ord(head) for head in heads)), rest))]
-        return [cat([spell(complement(union((ord(head), ord(head)) for head in heads)), True), rest])]
-
-    def below(some: list[str], depth: int) -> Expr:
-        if depth % 16 == 0 and depth:
-            todo.append((f"{name}.{some[0][:depth]}", some, depth))
-            return Ref(todo[-1][0])
-        return made(some, depth)
-
-    def made(some: list[str], depth: int) -> Expr:
-        heads = {head: list(group) for head, group in itertools.groupby(some[len(some[0]) == depth:], lambda word: word[depth])}
-        parts = [Cat((BYTES[ord(head)] if is_simple(head) else spell(((ord(head), ord(head)),), True), below(group, depth + 1)))
-                 for head, group in heads.items()]
-        return Or((*([EMPTY] if len(some[0]) > depth else []), *other(list(heads)), *parts))
-
-    todo = [(f"{name}.", sorted(words), 0)]
-    while todo:
-        key, group, depth = todo.pop()
-        rules[key] = made(group, depth)
-        tick()
-    return Ref(f"{name}.")
 
 
 # -- numbers --

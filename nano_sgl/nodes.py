@@ -1,46 +1,31 @@
-"""Nodes: the expressions of a grammar, interned, in a normal form, and cut into pieces that need no stack.
+"""Nodes: the expressions of a grammar, interned, and cut into pieces that need no stack.
 
 Rules come as trees (rules.py). Equal trees become one number here, a *node*, and so do equal trees of different grammars: what an automaton
 learns about a node, it knows the next time. Two steps make them fit to run:
 
-    rules       A ::= A x | B b          B ::= "" | c          C ::= "(" C ")" | A
-    normalize   A ::= (b | B b) x*       B ::= c               C ::= "(" C ")" | (b | c b) x*      A and B are put where they are used
-    cut                                                        C ::= «"("» C «")"» | «(b | c b) x*» pieces in «», the rest for the stack
-
-Normal form, on which everything else rests. No rule and no repeated item matches the empty text: what is optional says so with an explicit empty
-alternative, so loops of nothing are gone. No rule begins with itself, directly or through others: rules that do are a left-linear system,
-
-    A1 = A2 x | b1       whose solution is A_i = OR_j b_j path(j, i): begin with some b, then a sequence
-    A2 = A1 y | b2       of x, y ... that leads from j to i. No path begins with one of the A.
-
-Every rule matches something: what never ends is left out. Rules without references are put where they are used; those that come back to themselves
-only at their end are loops.
+    rules                          A ::= A x | B b          B ::= "" | c          C ::= "(" C ")" | A
+    normalize (normal_form.py)     A ::= (b | c b) x*                             C ::= "(" C ")" | (b | c b) x*
+    cut                                                                           C ::= «"("» C «")"» | «(b | c b) x*»
+                                                                                  pieces in «», the rest for the stack
 
 How it is cut. A piece ends behind every loop over many bytes, so that what follows the loop is no part of its state: the loop of a string's
 characters is the same node in every grammar. Repeats of characters with a bound are leaves of their own (*counted*), if the item is a
 *prefix code*, whose sequences fall apart in one way.
 
-Cost: a few microseconds a part. Where it stops: left recursion through n rules makes up to n^2 new ones, at most MAX_PATHS; counted items that are
-no prefix code are repeated on the stack. Source: linear forms after Antimirov (1996), derivatives of Brzozowski (1964); left recursion
-after Rosenkrantz (1967); Tarjan (1972).
+Cost: a few microseconds a part. Where it stops: counted items that are no prefix code are repeated on the stack. Source: linear forms after
+Antimirov (1996), derivatives of Brzozowski (1964).
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
-from .rules import MAX_COUNT, Byte, Cat, Expr, GrammarError, Or, Ref, Repeat, Rules, tick
+from .rules import MAX_COUNT, Expr, GrammarError, tick
 
 EMPTY, NEVER = 0, 1             # the nodes of the empty text and of nothing at all
-MAX_DEPTH = 220                 # nesting of an expression: three times that of rules.py, and some
-MAX_INLINE = 60                 # nesting of a rule that is put where it is used
-MAX_PARTS = 400_000             # of a grammar
-MAX_PATHS = 5000                # rules that left recursion may turn into
 CHUNK = 256                     # parts of one Cat: longer ones become trees, so that no suffix is long. Equal texts in other trees are not equal
-RUN = 8                         # equal parts in a row from which they become a repeat
 NARROW = 24                     # bytes: a loop over no more is cheap, as are few repeats of it
 UNROLLED = 8
 MAX_FRAMES = 1000               # of one stack
@@ -61,32 +46,45 @@ class Nodes:
         self.nullable: list[bool] = []
         self.stacked: list[bool] = []               # has a Ref in it, or a leaf of grammar.py
         self.depth: list[int] = []
+        self.items: list[int] = []                  # what a repeat repeats; of other nodes, themselves
         self._ids: dict[tuple, int] = {}
+        self._bytes: dict[int, int] = {}
+        self._cats: set[int] = set()
         self._linear: dict[int, tuple] = {}
         self._positive: dict[int, int] = {}
         self._shapes: dict[int, int] = {}
         self._cuts: dict[int, int] = {}
         self._extents: dict[int, tuple[int, int | None]] = {}
         self._codes: dict[int, bool] = {}
-        self._known: dict[int, tuple[Expr, int]] = {}   # big expressions that were converted, by identity: character classes
+        self._known: dict[int, tuple[Expr, int]] = {}   # big expressions that were converted, by identity: character classes, formats
+        self._cycles: dict[tuple, tuple] = {}       # rules that lead to each other and came before, as those of any JSON do, and what they became
         self.new_rule = itertools.count().__next__
         self._intern(("empty",), True)
         self._intern(("never",), False)
 
     def _intern(self, key: tuple, nullable: bool, stacked: bool = False) -> int:
         node = self._ids.get(key)
-        if node is None:
-            node = self._ids[key] = len(self.keys)
-            self.keys.append(key)
-            self.nullable.append(nullable)
-            self.stacked.append(stacked)
-            below = key[1:] if key[0] in ("cat", "or") else key[1:2] if key[0] in ("rep", "text", "counted") else ()
-            self.depth.append(1 + max([self.depth[part] for part in below], default=0))
-            tick()
+        return self._new(key, nullable, stacked) if node is None else node
+
+    def _new(self, key: tuple, nullable: bool, stacked: bool) -> int:
+        node = self._ids[key] = len(self.keys)
+        kind = key[0]
+        self.keys.append(key)
+        self.nullable.append(nullable)
+        self.stacked.append(stacked)
+        self.items.append(key[1] if kind == "rep" else node)
+        below = key[1:] if kind in ("cat", "or") else key[1:2] if kind in ("rep", "text", "counted") else ()
+        self.depth.append(1 + max(map(self.depth.__getitem__, below), default=0))
+        if kind == "cat":
+            self._cats.add(node)
+        tick()
         return node
 
     def byte(self, mask: int) -> int:
-        return self._intern(("byte", mask & self.alphabet), False) if mask & self.alphabet else NEVER
+        found = self._bytes.get(mask)
+        if found is None:
+            found = self._bytes[mask] = self._intern(("byte", mask & self.alphabet), False) if mask & self.alphabet else NEVER
+        return found
 
     def ref(self, rule: int) -> int:
         return self._intern(("ref", rule), False, True)
@@ -100,13 +98,16 @@ class Nodes:
         return self._intern(("counted", item, low, high), False, True)
 
     def cat(self, parts: Iterable[int]) -> int:
-        parts = [part for part in parts if part != EMPTY]
+        parts = list(parts)
+        if EMPTY in parts:
+            parts = [part for part in parts if part != EMPTY]
         if len(parts) < 2:
             return parts[0] if parts else EMPTY
         if NEVER in parts:
             return NEVER
-        flat = [p for part in parts for p in (self.keys[part][1:] if self.keys[part][0] == "cat" else (part,))]
-        parts = flat if len(flat) <= CHUNK else parts
+        if not self._cats.isdisjoint(parts):
+            flat = [p for part in parts for p in (self.keys[part][1:] if part in self._cats else (part,))]
+            parts = flat if len(flat) <= CHUNK else parts
         while len(parts) > CHUNK:
             parts = [self._cat(parts[i : i + CHUNK]) for i in range(0, len(parts), CHUNK)]
         return self._cat(parts)
@@ -114,7 +115,8 @@ class Nodes:
     def _cat(self, parts: list[int]) -> int:
         if len(parts) == 1:
             return parts[0]
-        return self._intern(("cat", *parts), all(self.nullable[p] for p in parts), any(self.stacked[p] for p in parts))
+        key = "cat", *parts
+        return self._ids.get(key) or self._new(key, all(map(self.nullable.__getitem__, parts)), any(map(self.stacked.__getitem__, parts)))
 
     def then(self, node: int, rest: int) -> int:
         """The cat of two."""
@@ -127,20 +129,23 @@ class Nodes:
         return self._ids.get(key) or self._intern(key, self.nullable[node] and self.nullable[rest], self.stacked[node] or self.stacked[rest])
 
     def alt(self, parts: Iterable[int]) -> int:
-        mask, others = 0, set()
+        mask, others, keys = 0, set(), self.keys
         for part in parts:
-            for p in self.keys[part][1:] if self.keys[part][0] == "or" else (part,):
-                if self.keys[p][0] == "byte":
-                    mask |= self.keys[p][1]
-                elif p != NEVER:
+            key = keys[part]
+            for p in key[1:] if key[0] == "or" else (part,):
+                if keys[p][0] == "byte":
+                    mask |= keys[p][1]
+                else:
                     others.add(p)
+        others.discard(NEVER)
         if mask:
             others.add(self.byte(mask))
         if EMPTY in others and any(self.nullable[p] for p in others if p != EMPTY):
             others.remove(EMPTY)
         if len(others) < 2:
             return others.pop() if others else NEVER
-        return self._intern(("or", *sorted(others)), any(self.nullable[p] for p in others), any(self.stacked[p] for p in others))
+        key = "or", *sorted(others)
+        return self._ids.get(key) or self._new(key, any(map(self.nullable.__getitem__, others)), any(map(self.stacked.__getitem__, others)))
 
     def rep(self, item: int, low: int, high: int | None) -> int:
         """Repeats of a repeat become one where no number of times is left out."""
@@ -438,326 +443,19 @@ def split_bytes(arcs: Iterable[tuple[int, int]]) -> list[tuple[int, set[int]]]:
     return parts
 
 
-# --------------------------------------------------------------------------------------------------------------------- normal form
-
-class _Normalizer:
-    """Rules -> nodes by rule number, in normal form (above)."""
-
-    def __init__(self, nodes: Nodes, rules: Rules):
-        self.nodes, self.count = nodes, 0
-        self.ids = {name: nodes.new_rule() for name in rules.rules}
-        self.raw = {self.ids[name]: self._convert(expr, name, 0) for name, expr in rules.rules.items()}
-        self._refs: dict[int, frozenset[int]] = {}
-        self._inline(self.raw)
-        self.optional = self._least(self.raw, lambda node, found: self._matches(node, found, empty=True))
-        self._normal: dict[int, int] = {}
-        self.rules = {rule: nodes.positive(self._normalize(node)) for rule, node in self.raw.items()}
-        self.start = self._normalize(self._convert(Ref(rules.start), rules.start, 0))
-
-    def _convert(self, expr: Expr, rule: str, depth: int) -> int:
-        known = self.nodes._known.get(id(expr))
-        if known is not None and known[0] is expr:
-            return known[1]
-        self.count += 1
-        tick()
-        if depth > MAX_DEPTH or self.count > MAX_PARTS:
-            what = f"nested deeper than {MAX_DEPTH}" if depth > MAX_DEPTH else f"more than {MAX_PARTS} parts"
-            raise GrammarError(f"the grammar is too large: {what}, in rule {rule}", "grammar", rule)
-        nodes = self.nodes
-        if isinstance(expr, Byte):
-            return nodes.byte(expr.mask)
-        if isinstance(expr, Ref):
-            if expr.name not in self.ids:
-                raise GrammarError(f"rule {expr.name} is not defined", expr.name, rule)
-            return nodes.ref(self.ids[expr.name])
-        if isinstance(expr, Repeat):
-            if expr.low < 0 or (expr.high is not None and expr.high < expr.low):
-                raise GrammarError(f"a repeat of {expr.low} to {expr.high} times, in rule {rule}", "repeat", rule)
-            return nodes.rep(self._convert(expr.item, rule, depth + 1), expr.low, expr.high)
-        parts = [self._convert(part, rule, depth + 1) for part in expr.parts]
-        node = nodes.cat(self._runs(parts)) if isinstance(expr, Cat) else nodes.alt(parts)
-        if len(parts) > 16 and not nodes.stacked[node] and len(nodes._known) < 1000:
-            nodes._known[id(expr)] = expr, node     # holding `expr` keeps its id from being used again
-        return node
-
-    def _runs(self, parts: list[int]) -> list[int]:
-        """Parts of a Cat, many equal ones as a repeat: x{a,b} x{c,d} is x{a+c,b+d}."""
-        keys = self.nodes.keys
-        items = [keys[part][1] if keys[part][0] == "rep" else part for part in parts]
-        if not any(map(operator.eq, items, items[1:])):
-            return parts
-        found: list[int] = []
-        for item, run in itertools.groupby(map(self.nodes.bounds, parts), key=lambda bounds: bounds[0]):
-            _, lows, highs = zip(*run)
-            low, high = sum(lows), None if None in highs else sum(highs)
-            many = len(lows) >= RUN or len(lows) > 1 and (high is None or self.nodes.nullable[item] or not low)
-            if many and max(low, high or 0) <= MAX_COUNT:
-                found.append(self.nodes.rep(item, low, high))
-            else:
-                found += [self.nodes.rep(item, low, high) for low, high in zip(lows, highs)]
-        return found
-
-    def _inline(self, rules: dict[int, int]) -> None:
-        """Rules without references are put where they are used: pieces can then be longer than a rule."""
-        known: dict[int, int] = {}
-        for component in components({rule: self.refs(node) for rule, node in rules.items()}):
-            for rule in component:
-                node = self._replace(rules[rule], known)
-                rules[rule] = node = self._loop(rule, node) if rule in self.refs(node) else node
-                if not self.nodes.stacked[node] and self.nodes.depth[node] < MAX_INLINE:     # whoever walks it recurses
-                    known[self.nodes.ref(rule)] = node
-
-    def _loop(self, rule: int, node: int) -> int:
-        """A rule that comes back to itself at its ends alone, X = x X | b, as the loop x* b."""
-        nodes, parts = self.nodes, self._tail(node, rule)
-        if parts is None:
-            return node
-        ends, turns = (nodes.alt(part) for part in parts)
-        return nodes.rep(turns, 1, None) if ends == turns else nodes.cat([nodes.rep(turns, 0, None), ends])
-
-    def _tail(self, node: int, rule: int) -> tuple[list[int], list[int]] | None:
-        """(what does not end in the rule, what precedes it in what does); None if it is anywhere else."""
-        kind, *parts = self.nodes.keys[node]
-        if rule not in self.refs(node):
-            return [node], []
-        if kind == "ref":
-            return [], [EMPTY]
-        if kind == "rep" or kind == "cat" and any(rule in self.refs(part) for part in parts[:-1]):
-            return None
-        ends, turns = [], []
-        before = parts[:-1] if kind == "cat" else []
-        for part in parts[len(before):]:
-            found = self._tail(part, rule)
-            if found is None:
-                return None
-            ends += [self.nodes.cat([*before, x]) for x in found[0]]
-            turns += [self.nodes.cat([*before, x]) for x in found[1]]
-        return ends, turns
-
-    def _replace(self, node: int, known: dict[int, int]) -> int:
-        """The node with some of its references replaced; `known` begins with these, and remembers what was done."""
-        if not self.nodes.stacked[node] or node in known:
-            return known.get(node, node)
-        kind, *parts = self.nodes.keys[node]
-        if kind == "ref":
-            return node
-        if kind == "rep":
-            known[node] = self.nodes.rep(self._replace(parts[0], known), *parts[1:])
-        else:
-            parts = [self._replace(part, known) for part in parts]
-            known[node] = self.nodes.cat(self._runs(parts)) if kind == "cat" else self.nodes.alt(parts)
-        return known[node]
-
-    def _matches(self, node: int, found: set[int], empty: bool) -> bool:
-        """Whether the node matches anything (`empty`: the empty text), if the rules in `found` do."""
-        kind, *parts = self.nodes.keys[node]
-        if not self.nodes.stacked[node]:
-            return self.nodes.nullable[node] if empty else node != NEVER
-        if kind == "ref":
-            return parts[0] in found
-        if kind == "rep":
-            return parts[1] == 0 or self._matches(parts[0], found, empty)
-        return (all if kind == "cat" else any)(self._matches(part, found, empty) for part in parts)
-
-    def _least(self, rules: dict[int, int], holds: Callable[[int, set[int]], bool]) -> set[int]:
-        """The least set of rules that holds."""
-        users: dict[int, list[int]] = {}
-        for rule, node in rules.items():
-            for ref in self.refs(node):
-                users.setdefault(ref, []).append(rule)
-        found: set[int] = set()
-        todo = list(rules)
-        while todo:
-            rule = todo.pop()
-            tick()
-            if rule not in found and holds(rules[rule], found):
-                found.add(rule)
-                todo += users.get(rule, ())
-        return found
-
-    def refs(self, node: int) -> frozenset[int]:
-        """The rules in a node."""
-        if not self.nodes.stacked[node]:
-            return frozenset()
-        found = self._refs.get(node)
-        if found is None:
-            kind, *parts = self.nodes.keys[node]
-            parts = parts[:1] if kind == "rep" else parts
-            found = self._refs[node] = frozenset(parts) if kind == "ref" else frozenset().union(*map(self.refs, parts))
-        return found
-
-    def _normalize(self, node: int) -> int:
-        nodes = self.nodes
-        if not nodes.stacked[node]:
-            return node
-        found = self._normal.get(node)
-        if found is None:
-            kind, *parts = nodes.keys[node]
-            if kind == "ref":
-                found = nodes.alt([EMPTY, node]) if parts[0] in self.optional else node
-            elif kind == "rep":
-                found = nodes.rep(self._normalize(parts[0]), *parts[1:])
-            else:
-                found = (nodes.cat if kind == "cat" else nodes.alt)(map(self._normalize, parts))
-            self._normal[node] = found
-        return found
-
-    # ---- left recursion
-
-    def leading(self, node: int) -> set[int]:
-        """The rules that the node may begin with."""
-        kind, *parts = self.nodes.keys[node]
-        if kind == "ref":
-            return set(parts)
-        found: set[int] = set()
-        if self.nodes.stacked[node]:
-            for part in parts[:1] if kind == "rep" else parts:
-                found |= self.leading(part)
-                if kind == "cat" and not self.nodes.nullable[part]:
-                    break
-        return found
-
-    def remove_left_recursion(self) -> None:
-        graph = {rule: self.leading(node) for rule, node in self.rules.items()}
-        for component in components(graph):
-            if len(component) > 1 or component[0] in graph[component[0]]:
-                self._unroll(component)
-        self._inline(self.rules)
-
-    def _unroll(self, component: list[int]) -> None:
-        """A_m = A_j x | ... | b_m: every A_i becomes OR_j b_j path(j, i)."""
-        nodes, members = self.nodes, set(component)
-        begins, steps, units = {}, {j: {} for j in component}, {j: {j} for j in component}
-        for m in component:
-            begins[m], heads = self._split(self.rules[m], members)
-            for j, rests in heads.items():
-                steps[j][m] = nodes.alt(nodes.positive(rest) for rest in rests)
-                if any(nodes.nullable[rest] for rest in rests):
-                    units[j].add(m)
-        if len(component) == 1:
-            self.rules[m] = nodes.cat([begins[m], nodes.rep(steps[m].get(m, NEVER), 0, None)])
-            return
-        reach = {j: _reach(units, j) for j in component}
-        names: dict[tuple[int, int], int] = {}
-        todo: list[tuple[int, int]] = []
-
-        def after(j: int, i: int) -> int:           # what may follow A_j, to make it an A_i
-            if (j, i) not in names:
-                names[j, i] = nodes.new_rule()
-                todo.append((j, i))
-            return nodes.alt([EMPTY, nodes.ref(names[j, i])] if i in reach[j] else [nodes.ref(names[j, i])])
-
-        for i in component:
-            self.rules[i] = nodes.alt(nodes.cat([begins[j], after(j, i)]) for j in component if begins[j] != NEVER)
-            while todo:
-                j, to = todo.pop()
-                self.rules[names[j, to]] = nodes.alt(
-                    nodes.cat([step, after(m, to)]) for k in reach[j] for m, step in steps[k].items() if step != NEVER)
-                if len(names) > MAX_PATHS:
-                    raise GrammarError(f"left recursion through {len(component)} rules is too much", "left recursion")
-
-    def _split(self, node: int, members: set[int]) -> tuple[int, dict[int, list[int]]]:
-        """Without the empty text: what does not begin with one of the rules, and what follows the rule in what does."""
-        nodes = self.nodes
-        if not self.leading(node) & members:
-            return nodes.positive(node), {}
-        kind, *parts = nodes.keys[node]
-        if kind == "ref":
-            return NEVER, {parts[0]: [EMPTY]}
-        if kind == "rep":
-            item, low, high = parts
-            parts = [item, nodes.rep(item, max(low - 1, 0), None if high is None else high - 1)]
-        begins, heads = [], {}
-        for i, part in enumerate(parts):
-            begin, below = self._split(part, members)
-            rest = EMPTY if kind == "or" else nodes.cat(parts[i + 1 :])
-            begins.append(nodes.cat([begin, rest]))
-            for rule, rests in below.items():
-                heads.setdefault(rule, []).extend(nodes.cat([x, rest]) for x in rests)
-            if kind != "or" and not nodes.nullable[part]:
-                break
-        return nodes.alt(begins), heads
-
-    def prune(self) -> None:
-        """Leave out what never ends."""
-        useful = self._least(self.rules, lambda node, found: self._matches(node, found, empty=False))
-        if len(useful) == len(self.rules):
-            return
-        known = {self.nodes.ref(rule): NEVER for rule in self.rules if rule not in useful}
-        self.rules = {rule: self._replace(self.rules[rule], known) for rule in useful}
-        self.start = self._replace(self.start, known)
-
-
-def normalize(nodes: Nodes, rules: Rules) -> tuple[dict[int, int], int]:
-    """(rule number -> node, start node) in normal form. Raises GrammarError."""
-    normal = _Normalizer(nodes, rules)
-    normal.remove_left_recursion()
-    normal.prune()
-    return normal.rules, normal.start
-
-
-def _reach(graph: dict[int, set[int]], start: int) -> set[int]:
-    seen, todo = {start}, [start]
-    while todo:
-        for to in graph[todo.pop()] - seen:
-            seen.add(to)
-            todo.append(to)
-    return seen
-
-
-def components(graph: dict[int, set[int]]) -> list[list[int]]:
-    """Strongly connected components (Tarjan 1972), without recursion; those that others lead to come first."""
-    index: dict[int, int] = {}
-    low: dict[int, int] = {}
-    place: dict[int, int] = {}
-    stack, found = [], []
-    for root in graph:
-        work = [] if root in index else [(root, iter(graph[root]))]
-        while work:
-            node, edges = work[-1]
-            if node not in index:
-                index[node] = low[node] = len(index)
-                place[node] = len(stack)
-                stack.append(node)
-            for to in edges:
-                if to not in index:
-                    work.append((to, iter(graph[to])))
-                    break
-                low[node] = min(low[node], low[to])     # a finished component has low = infinity
-            else:
-                work.pop()
-                if work:
-                    low[work[-1][0]] = min(low[work[-1][0]], low[node])
-                if low[node] == index[node]:
-                    at = place[node]
-                    found.append(stack[at:])
-                    for member in stack[at:]:
-                        low[member] = len(graph) + 1
-                    del stack[at:]
-    return found
-
-
 def _demo() -> None:
-    """The essay's rules, and what becomes of them."""
-    one = lambda text: Byte(1 << ord(text))  # noqa: E731
-    rules = Rules({"A": Or((Cat((Ref("A"), one("x"))), Cat((Ref("B"), one("b"))))), "B": Or((Cat(()), Cat((Ref("B"), one("c")))))}, "A")
+    """The pieces of a string in brackets."""
     nodes = Nodes()
-    normal, start = normalize(nodes, rules)
+    quote, char = nodes.byte(1 << 34), nodes.byte(((1 << 128) - (1 << 32)) & ~(1 << 34))
+    whole = nodes.cat([nodes.byte(1 << 40), quote, nodes.rep(char, 0, None), quote, nodes.byte(1 << 41)])
 
     def show(node: int) -> str:
         kind, *parts = nodes.keys[node]
         if kind == "byte":
-            return "".join(chr(b) for b in range(128) if parts[0] >> b & 1)
-        if kind in ("ref", "text", "counted"):
-            return f"<{parts[0]}>" if kind == "ref" else f"«{show(parts[0])}»" + (f"{{{parts[1]},{parts[2]}}}" if kind == "counted" else "")
-        if kind == "rep":
-            return f"({show(parts[0])}){{{parts[1]},{'' if parts[2] is None else parts[2]}}}"
-        return "(" + (" " if kind == "cat" else " | ").join(map(show, parts)) + ")" if parts else '""'
+            return chr(parts[0].bit_length() - 1) if parts[0].bit_count() == 1 else "."
+        return f"«{show(parts[0])}»" if kind == "text" else f"{show(parts[0])}*" if kind == "rep" else "".join(map(show, parts))
 
-    print('A ::= A x | B b      B ::= "" | B c')
-    print("start:", show(start))
-    for rule, node in normal.items():
-        print(f"<{rule}> ::= {show(node):40s} cut: {show(nodes.cut(node))}")
+    print(f'{show(whole)} is cut into {show(nodes.cut(whole))}')
 
 
 if __name__ == "__main__":

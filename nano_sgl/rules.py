@@ -145,10 +145,11 @@ def cat(parts: Iterable[Expr]) -> Expr:
     """All parts, one after the other."""
     flat: list[Expr] = []
     for part in parts:
-        if part == NEVER:
+        kind = type(part)
+        if kind is Cat:
+            flat += part.parts
+        elif kind is Or and not part.parts:
             return NEVER
-        if isinstance(part, Cat):
-            flat.extend(part.parts)
         else:
             flat.append(part)
     return flat[0] if len(flat) == 1 else Cat(tuple(flat))
@@ -158,9 +159,10 @@ def alt(parts: Iterable[Expr]) -> Expr:
     """One of the parts. Single bytes become one set."""
     mask, others = 0, []
     for part in parts:
-        if isinstance(part, Byte):
+        kind = type(part)
+        if kind is Byte:
             mask |= part.mask
-        elif part != NEVER:
+        elif kind is not Or or part.parts:
             others.append(part)
     if mask:
         others.insert(0, Byte(mask))
@@ -188,7 +190,7 @@ def repeat(item: Expr, low: int, high: int | None) -> Expr:
 
 def literal(text: str) -> Expr:
     """The text itself, in UTF-8."""
-    return cat(BYTES[b] for b in text.encode())
+    return cat([BYTES[b] for b in text.encode()])
 
 
 # -- characters --

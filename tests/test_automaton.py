@@ -8,7 +8,7 @@ import pytest
 
 from nano_sgl import automaton, native
 from nano_sgl.automaton import Automaton, NodeSet, distinct, union
-from nano_sgl.nodes import normalize
+from nano_sgl.normal_form import normalize
 from nano_sgl.rules import Byte, Cat, Or, Repeat, Rules
 from nano_sgl.tables import join_maps
 from nano_sgl.vocab import Vocab
