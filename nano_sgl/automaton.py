@@ -26,6 +26,7 @@ Source: Brzozowski, "Derivatives of regular expressions" (1964), as the sets of 
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterable
 from functools import lru_cache
 
@@ -36,7 +37,7 @@ from .normal_form import normalize
 from .rules import Byte, Cat, GrammarError, Or, Repeat, Rules, tick
 from .vocab import Vocab
 
-AHEAD = 16
+AHEAD, LOOPS = 16, 80            # states of a literal that are made at once; bytes that come back to a state
 MAX_STATES = 60_000             # of an automaton, 1 KB each; less than 65,535
 SMALL = 8                       # positions that are walked one by one rather than as arrays,
 FEW = 100                       # with no more tokens below
@@ -266,6 +267,7 @@ class Automaton:
         self._ids: dict[frozenset[int], int] = {}
         self.expand(self.state(()))                     # state 0: nothing can follow, nor end here
         self.root = NodeSet(np.zeros(1, np.int32))
+        self._beside: dict[int, int] = {}
         self.wide: dict[tuple[int, bool], bool] = {}    # of (state, counted) where rows have met much: whether it is all in its own template
         self.template_bytes, self._number = 0, itertools.count().__next__
 
@@ -310,6 +312,21 @@ class Automaton:
                 break
             q = to
 
+    def beside(self, q: int) -> int:
+        """The state, not q, to which most bytes lead, from q and from there: what follows q is the same but for a few texts. DEAD: there is none."""
+        found = self._beside.get(q)
+        if found is None:
+            self.expand(q)
+            found = DEAD
+            if self.alive[q].bit_count() > LOOPS:
+                most, number = Counter(self.moves(q).values()).most_common(1)[0]
+                if number > LOOPS and most == q:
+                    self.wide[q, False] = True
+                elif number > LOOPS and Counter(self.moves(most).values())[most] > LOOPS:
+                    found = most
+            self._beside[q] = found
+        return found
+
     def moves(self, q: int) -> dict[int, int]:
         """byte -> state."""
         found = self._moves.get(q)
@@ -318,6 +335,10 @@ class Automaton:
             bits, listed = bits_of(self.alive[q])
             found = self._moves[q] = dict(zip(listed, self.delta[q, bits].tolist()))
         return found
+
+    def unlike(self, q: int) -> None:
+        """It differs too much from the state beside it."""
+        self._beside[q] = DEAD
 
     def template(self, q: int, starts: NodeSet, counted: bool, marks: np.ndarray | None = None) -> Template:
         """What becomes of q below the positions. `counted`: q repeats a prefix code; how often it begins again is part of the class. Of positions

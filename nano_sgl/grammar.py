@@ -48,7 +48,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from . import figures, json_schema, schema, structural_tag  # noqa: F401 (two of them register themselves)
-from .automaton import Automaton, Template
+from .automaton import UNKNOWN, Automaton, Template
 from .nodes import COMPARED, DONE, NEVER, Stacks
 from .normal_form import normalize
 from .rows import INF, REGISTER, Places, RowBuilder
@@ -58,6 +58,7 @@ from .vocab import Vocab
 
 MAX_READINGS = 1000             # configurations of one state
 MAX_GRAMMAR_STATES = 50_000
+MAX_STEPS = 20_000              # that a grammar remembers
 MAX_TABLE_BYTES = 256 << 20     # of a vocabulary's tables, templates not counted: then `Shared.full`
 MAX_FORCED = 1024               # bytes that `forced` looks ahead, and readings that it follows
 MAX_PLACES = 400_000            # in the rules, that a grammar's states and stacks hold: some 450 bytes each
@@ -137,6 +138,7 @@ class Grammar:
         self._state_ids: dict[tuple, int] = {}
         self._configs: dict[int, tuple] = {}                        # state -> its configurations
         self._masks: dict[int, np.ndarray] = {}
+        self._steps: dict[tuple[int, int], int | None] = {}         # (state, token) -> state, of those that were asked for
         done = self._stacks.of(frozenset((DONE,)))
         # Of a model that thinks first: what it must write once it has thought enough, and the frame that lies lowest as long as it thinks
         self.closing = None if rules.closing is None else Grammar(shared, Rules(rules.rules, rules.closing))
@@ -206,6 +208,15 @@ class Grammar:
 
     def step(self, state: int, token: int) -> int | None:
         """The state after a token; None if it is not allowed, or is no text (an end id)."""
+        key = state, token
+        found = self._steps.get(key, UNKNOWN)
+        if found == UNKNOWN:
+            if len(self._steps) >= MAX_STEPS:
+                self._steps.clear()
+            found = self._steps[key] = self._step(state, token)
+        return found
+
+    def _step(self, state: int, token: int) -> int | None:
         row, count = self.row(state), state >> COUNT_SHIFT
         if not 0 <= token < self.vocab.size:
             return None

@@ -97,8 +97,9 @@ class Walk(ctypes.Structure):
 class RowWalk(ctypes.Structure):
     """Readings that are followed from piece to piece, for rows.py; see cpu/row.h."""
 
-    _fields_ = [*((name, _P) for name in ("walk", "places", "firsts", "map", "readings", "head", "tokens", "groups", "pairs", "leaves")),
-                *((name, _I) for name in ("room", "at", "size", "full", "num_tokens", "num_pairs", "num_leaves", "unknown"))]
+    _fields_ = [*((name, _P) for name in ("walk", "places", "firsts", "map", "readings", "head", "differs", "different", "tokens",
+                                          "groups", "pairs", "leaves")),
+                *((name, _I) for name in ("room", "at", "size", "full", "num_different", "num_tokens", "num_pairs", "num_leaves", "unknown"))]
 
 
 FUNCTIONS = {
@@ -116,7 +117,7 @@ FUNCTIONS = {
     "nano_walk": [ctypes.POINTER(Grammars)] + [_P] * 4 + [_I] * 2,
     "nano_trie_walk": [ctypes.POINTER(Walk)],
     "nano_join_maps": [_P] * 2 + [_I] * 3 + [_P] * 3,
-    "nano_row_begin": [ctypes.POINTER(RowWalk)] + [_C] * 3,
+    "nano_row_begin": [ctypes.POINTER(RowWalk)] + [_C] * 4,
     "nano_row_exits": [ctypes.POINTER(RowWalk), _C, _P, _P, _P, _I, _C],
     "nano_row_follow": [ctypes.POINTER(RowWalk), _C],
     "nano_row_forget": [ctypes.POINTER(RowWalk)],
@@ -258,8 +259,9 @@ class TrieWalker:
         self._walk.nodes, self._walk.num_tokens, self._walk.num_levels = nodes, size, len(vocab.levels) - 1
         self._make_room(4 * max(nodes, size) + 4096)
         self._row, room = RowWalk(walk=ctypes.addressof(self._walk)), self.READINGS
-        self._found = dict(readings=np.empty((room, 6), np.int32), head=np.full(nodes, -1, np.int32), tokens=np.empty(room, np.int32),
-                           groups=np.empty(room, np.int32), pairs=np.empty(room, np.int64), leaves=np.empty((room, 4), np.int32))
+        self._found = dict(readings=np.empty((room, 7), np.int32), head=np.full(nodes, -1, np.int32), differs=np.zeros(nodes, np.uint8),
+                           different=np.empty(nodes, np.int32), tokens=np.empty(room, np.int32), groups=np.empty(room, np.int32),
+                           pairs=np.empty(room, np.int64), leaves=np.empty((room, 4), np.int32))
         for name, array in self._found.items():
             setattr(self._row, name, array.ctypes.data)
 
@@ -335,13 +337,15 @@ class TrieWalker:
         return (self._classes.copy(), self._sizes[: walk.num_classes + 1].astype(np.int64), self._keys[: walk.num_classes].tolist(),
                 self._exits.copy(), walk.num_exits, walk.most, self._sources.copy() if walk.num_starts > 1 else None)
 
-    def read(self, seeds: list[tuple[int, int, int, bool]], exits: list[tuple[int, object, int]], base: np.ndarray | None, automaton,
+    def read(self, seeds: list[tuple[int, int, int, bool, int]], exits: list[tuple[int, object, int]], base: np.ndarray | None, automaton,
              places) -> tuple[np.ndarray, np.ndarray, list[list[int]], list[list[int]]] | int | None:
-        """Which tokens end in which readings. seeds (state, place, x, whether it may be long): from the root on; exits (place, automaton.NodeSet, x):
-        from where pieces end; base int16 [V]: a class of each token, told apart too. automaton: an automaton.Automaton; places: a rows.Places.
+        """Which tokens end in which readings. seeds (state, place, x, whether it may be long, beside): from the root on, all (SOLE), or only what
+        differs from the state `beside`, whose template `base` has. exits (place, automaton.NodeSet, x): from where pieces end. base int16 [V]:
+        a class of each token, told apart too. automaton: an automaton.Automaton; places: a rows.Places.
 
         (tokens int32, ascending; the group of each; of each group a group before it, or ~class, << 32 | a leaf; of each leaf place, state, begun, x).
-        Of more than a row should have: the index of the seed that leads to them, or None."""
+        ~(class + INSTEAD): nothing of the class holds; NO_LEAF: no leaf. Of more than a row should have: the index of the seed that leads to them, or
+        None."""
         with self.lock:
             try:
                 return self._read(seeds, exits, base, automaton, places)
@@ -351,11 +355,11 @@ class TrieWalker:
     def _read(self, seeds, exits, base, automaton, places) -> tuple | int | None:
         row, last = self._row, len(seeds) - 1 if not exits else -1
         row.map = None if base is None else base.ctypes.data
-        for i, (state, place, x, is_long) in enumerate(seeds):
+        for i, (state, place, x, is_long, beside) in enumerate(seeds):
             automaton.expand(state)
             self._look(automaton, places)
             row.room = self.READINGS if is_long else min(row.size + self.NARROW, self.READINGS)
-            self._library.nano_row_begin(row, state, place, x)
+            self._library.nano_row_begin(row, state, place, x, beside)
             if not self._follow(automaton, places, i == last):
                 return None if is_long else i
         row.room = self.READINGS

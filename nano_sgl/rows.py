@@ -31,7 +31,7 @@ from operator import ne
 
 import numpy as np
 
-from .automaton import Automaton, NodeSet, Template, distinct, union
+from .automaton import DEAD, Automaton, NodeSet, Template, distinct, union
 from .nodes import COMPARED, DONE, Stacks
 from .rules import GrammarError
 from .tables import INDEX, Pool, Row, Tables
@@ -43,6 +43,7 @@ MAX_OVERRIDES = 4096            # of a row: one with more gets a map of its own
 DENSE = 768                     # tokens from which a template is worth a map
 MAX_JOINT = 3                   # templates in one map
 INF = (1 << 31) - 1
+SOLE, NO_LEAF, INSTEAD = -2, INDEX, 1 << 20    # as in cpu/row.h
 REGISTER = -1                   # in place of a count: the number beside the state; -1 - k: k more than that
 
 
@@ -123,28 +124,36 @@ class RowBuilder:
             for config, x in begin:
                 q, stack, loop, count = config
                 inside = automaton.wide.get((q, loop > 0))
-                if inside:
+                if inside or inside is None and not loop and automaton.beside(q) != DEAD:
                     wide.setdefault((q, loop > 0), []).append((config, x))
                 else:
-                    seeds.append((q, places.of(stack, loop, count), x, inside is not None))
+                    seeds.append((q, places.of(stack, loop, count), x, inside is not None, SOLE))
             if len(wide) > MAX_JOINT:
                 return None
-            self.dense = [self._take_template(same, exits) for same in wide.values()]
+            self.dense = [self._take_template(same, exits, seeds, len(wide) == 1) for same in wide.values()]
             which, vec = self._base() if wide else (0, [0])
             found = walker.read(seeds, exits, self.tables.maps[which] if wide else None, automaton, places)
             if not isinstance(found, int):
                 break
-            kind = seeds[found][0], grammar._loops[places.keys[seeds[found][1]][1]][0] >= 0
-            automaton.wide[kind] = automaton.template(kind[0], automaton.root, kind[1]).size > DENSE
+            q, place, _, _, beside = seeds[found]
+            counted = places.keys[place][1] > 0
+            if beside != SOLE:
+                automaton.unlike(q)
+            automaton.wide[q, counted] = automaton.template(q, automaton.root, counted).size > DENSE
         if found is None:
             return None
         tokens, groups, pairs, leaves = found
         of_leaf = [self._value(*leaf) for leaf in leaves]
-        values, below = [], []                      # of each group, and without what was found
+        values, below = [], []                      # of each group, and of its class
         for pair in pairs:
-            before, value = pair >> 32, of_leaf[pair & INDEX]
-            below.append(vec[~before] if before < 0 else below[before])
-            values.append(grammar._join(below[-1] if before < 0 else values[before], value))
+            before, leaf = pair >> 32, pair & INDEX
+            value = 0 if leaf == NO_LEAF else of_leaf[leaf]
+            if before >= 0:
+                below.append(below[before])
+                values.append(grammar._join(values[before], value))
+            else:
+                below.append(vec[~before % INSTEAD])
+                values.append(value if ~before >= INSTEAD else grammar._join(below[-1], value))
         changed = list(map(ne, values, below))
         if not all(changed):
             kept = np.array(changed)[groups]
@@ -154,16 +163,20 @@ class RowBuilder:
         entries = grammar._entries_of([*vec, *values])
         return Row(which, np.array(entries[: len(vec)], np.int32), tokens, np.array(entries[len(vec):], np.int32)[groups])
 
-    def _take_template(self, configs: list[tuple[tuple, int]], exits: list) -> tuple[Template, list[int]]:
-        """What is inside of a wide piece, from the root, with all that may lie below it; where it may end are new `exits`."""
+    def _take_template(self, configs: list[tuple[tuple, int]], exits: list, seeds: list, alone: bool) -> tuple[Template, list[int]]:
+        """What is inside of a wide piece, from the root, with all that may lie below it; where it may end are new `exits`. alone: it may be the
+        template of a state beside it, whose differences are new `seeds`."""
         q, _, loop, _ = configs[0][0]
-        template, known = self.automaton.template(q, self.automaton.root, loop > 0), None
+        beside = self.automaton.beside(q) if alone and not loop else DEAD
+        template, known = self.automaton.template(q if beside == DEAD else beside, self.automaton.root, loop > 0), None
         for (_, *where), x in configs:
             place = self.grammar._readings.of(*where)
             values = [self._value(place, to, begun, x) for to, begun in template.classes]
             known = values if known is None else list(map(self.grammar._join, known, values))
             if template.exits is not None:
                 exits.append((place, template.exits, x))
+            if beside != DEAD:
+                seeds.append((q, place, x, False, beside))
         return template, known
 
     def _after(self, stack: int) -> tuple:

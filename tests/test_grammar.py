@@ -38,7 +38,7 @@ def word(text: bytes) -> Cat:
 CHAR = Or((byte("ab"), Cat((byte("c"), byte("ab")))))      # a prefix code, as UTF-8 is one
 THRESHOLDS = {
     (nodes, "NARROW"): (0, 24), (nodes, "UNROLLED"): (1, 8), (nodes, "CHUNK"): (2, 32), (automaton, "SMALL"): (0, 1, 8), (automaton, "FEW"): (0, 100),
-    (automaton, "MANY"): (0, 1 / 5, 2), (automaton, "FEW_MERGED"): (0, 2048), (automaton, "MANY_LEVELS"): (2, 3, 16),
+    (automaton, "LOOPS"): (0, 1, 80), (automaton, "MANY"): (0, 1 / 5, 2), (automaton, "FEW_MERGED"): (0, 2048), (automaton, "MANY_LEVELS"): (2, 3, 16),
     (rows, "DENSE"): (0, 2, 768), (rows, "MAX_OVERRIDES"): (2, 4096), (native.TrieWalker, "NARROW"): (0, 3, 4096),
     (native.TrieWalker, "READINGS"): (6, 60, 1 << 12)}
 

@@ -6,14 +6,17 @@
 namespace {
 
 // A position that was reached in a state of the automaton, and what lies below the piece: a place. begun: characters that the token has begun there,
-// if the place counts; x: those that it began in the repeat that the row's own count belongs to, -1: what follows holds always.
+// if the place counts; x: those that it began in the repeat that the row's own count belongs to, -1: what follows holds always. beside: the state there
+// of the piece whose template the row has, if this is only about where they differ; else SOLE.
 struct Reading {
-    int32_t node, state, place, begun, x, next;     // next: of the same node, -1
+    int32_t node, state, place, begun, x, beside, next;     // next: of the same node, -1
 
     bool equals(const Reading& other) const {
-        return state == other.state && place == other.place && begun == other.begun && x == other.x;
+        return state == other.state && place == other.place && begun == other.begun && x == other.x && beside == other.beside;
     }
 };
+
+constexpr int32_t SOLE = -2;
 
 // What comes behind a piece are firsts[after .. end], (state, place) each, the states expanded; after is -1 if that is not known yet. A place that
 // counts has a state `between` two characters (else it is -1), where it may end after `least` to `most` more. own: its count is that of the row.
@@ -27,17 +30,20 @@ struct RowWalk {
     const int16_t* map;                         // the class of each token, before what is found here; null: 0
     Reading* readings;                          // room for `room`
     int32_t* head;                              // by node: its last reading, -1
+    uint8_t* differs;                           // by node: the template does not hold there; 2: nor below, where nothing may come
+    int32_t* different;                         // these nodes
     int32_t *tokens, *groups;                   // the result: tokens ascending, and the group of each,
-    int64_t* pairs;                             // a group is (a group before it, or ~class) << 32 | leaf,
+    int64_t* pairs;                             // a group is (a group before it, or ~class, or ~(class + INSTEAD)) << 32 | leaf, or NO_LEAF,
     int32_t* leaves;                            // a leaf is (place, state, begun, x)
-    int64_t room, at, size, full, num_tokens, num_pairs, num_leaves, unknown;    // full: there was no room for a reading
+    int64_t room, at, size, full, num_different, num_tokens, num_pairs, num_leaves, unknown;    // full: there was no room for a reading
 };
 
 enum { FOLLOWED, EXPAND_STATE, END_PLACE, TOO_LONG };   // what `follow_readings` returns
 
 void forget(RowWalk& w) {
     for (int64_t i = 0; i < w.size; i++) w.head[w.readings[i].node] = -1;
-    w.size = w.at = w.full = 0;
+    for (int64_t i = 0; i < w.num_different; i++) w.differs[w.different[i]] = 0;
+    w.size = w.at = w.full = w.num_different = 0;
 }
 
 void add_reading(RowWalk& w, const Reading& one) {
@@ -50,14 +56,37 @@ void add_reading(RowWalk& w, const Reading& one) {
     w.head[one.node] = w.size++;
 }
 
-// The children of a node, by what is alive there. The state has to be expanded.
-void go_down(RowWalk& w, int32_t node, int32_t state, int32_t place, int32_t begun, int32_t x) {
+void mark(RowWalk& w, int32_t node, uint8_t how) {
+    if (!w.differs[node]) w.different[w.num_different++] = node;
+    w.differs[node] = how;
+}
+
+// The children of a node, by what is alive there. The states have to be expanded.
+void go_down(RowWalk& w, int32_t node, int32_t state, int32_t place, int32_t begun, int32_t x, int32_t beside) {
     const Walk& t = *w.walk;
     const Ending& p = w.places[place];
-    const int32_t* row = t.delta + 256 * (int64_t)state;
+    const int32_t *row = t.delta + 256 * (int64_t)state, *other = t.delta + 256 * (int64_t)std::max(beside, 0);
     if (state == p.between && begun++ >= p.most) return;
-    for (int32_t kid = t.child0[node], end = kid + t.kids[node]; kid < end; kid++)
-        if (row[t.byte[kid]] >= 0) add_reading(w, {kid, row[t.byte[kid]], place, begun, x, -1});
+    for (int32_t kid = t.child0[node], end = kid + t.kids[node]; kid < end; kid++) {
+        const int32_t to = row[t.byte[kid]];
+        if (beside == SOLE) {
+            if (to >= 0) add_reading(w, {kid, to, place, begun, x, SOLE, -1});
+        } else if (const int32_t there = other[t.byte[kid]]; to != there) {
+            if (there >= 0) mark(w, kid, to < 0 ? 2 : 1);
+            if (to >= 0) add_reading(w, {kid, to, place, begun, x, there < 0 ? SOLE : there, -1});
+        }
+    }
+}
+
+// Whether a template does not hold at a node.
+bool is_different(const RowWalk& w, int32_t node) {
+    if (w.differs[node]) return true;
+    const Walk& t = *w.walk;
+    for (int64_t i = 0; i < w.num_different; i++) {
+        const int32_t top = w.different[i];
+        if (w.differs[top] == 2 && t.first[top] <= t.first[node] && t.end[node] <= t.end[top]) return true;
+    }
+    return false;
 }
 
 // A piece ends at the nodes whose `members` is not negative, or at `nodes`, ascending, with `counts` of their own: what comes behind it, where the
@@ -75,7 +104,8 @@ void end_at(RowWalk& w, int32_t place, const int16_t* members, const int32_t* no
                 if (!members) start = std::lower_bound(start, nodes + n, above);
                 if (!kid || (members ? members[above] < 0 : start == nodes + n || *start != above)) continue;
                 const int32_t count = members ? members[above] : counts ? counts[start - nodes] : 0;
-                if (p.between < 0 || (count >= p.least && count <= p.most)) add_reading(w, {kid, row[byte], behind, first, p.own ? count : x, -1});
+                if ((p.between >= 0 && (count < p.least || count > p.most)) || (w.num_different && is_different(w, above))) continue;
+                add_reading(w, {kid, row[byte], behind, first, p.own ? count : x, SOLE, -1});
             }
         }
     }
@@ -91,10 +121,12 @@ int follow_readings(RowWalk& w) {
         const bool ends = p.between < 0 ? t.accepts[one.state] : one.state == p.between && one.begun >= p.least && one.begun <= p.most;
         w.unknown = one.state;
         if (!t.expanded[one.state]) return EXPAND_STATE;
+        w.unknown = one.beside;
+        if (one.beside >= 0 && !t.expanded[one.beside]) return EXPAND_STATE;
         w.unknown = one.place;
         if (ends && p.after < 0) return END_PLACE;
-        for (int32_t i = p.after; ends && i < p.end; i++) go_down(w, one.node, w.firsts[2 * i], w.firsts[2 * i + 1], 0, p.own ? one.begun : one.x);
-        go_down(w, one.node, one.state, one.place, one.begun, one.x);
+        for (int32_t i = p.after; ends && i < p.end; i++) go_down(w, one.node, w.firsts[2 * i], w.firsts[2 * i + 1], 0, p.own ? one.begun : one.x, SOLE);
+        go_down(w, one.node, one.state, one.place, one.begun, one.x, one.beside);
     }
     return w.full ? TOO_LONG : FOLLOWED;
 }
@@ -108,12 +140,16 @@ uint64_t hash_of(const Leaf& leaf) {
     return ((uint64_t)leaf.place << 32 | (uint32_t)leaf.state) * 0xC2B2AE3D27D4EB4Fu + ((uint64_t)leaf.begun << 32 | (uint32_t)leaf.x);
 }
 
+constexpr uint32_t NO_LEAF = -1;                        // in place of a leaf
+constexpr int64_t INSTEAD = 1 << 20;                    // beside a class: what is found counts instead of what the class says
+
 // Which tokens end in which readings. Tokens with the same class and the same leaves are a group: the last of the pairs that lead there.
 int gather(RowWalk& w) {
     const Walk& t = *w.walk;
     Numbers<Leaf> leaf_of((Leaf*)w.leaves);
     Numbers<int64_t> pair_of(w.pairs);
-    std::vector<uint64_t> found;
+    std::vector<uint64_t> found;                        // token << 32 | leaf
+    found.reserve(w.size);
     for (int64_t i = 0; i < w.size; i++) {
         const Reading& one = w.readings[i];
         const int32_t first = t.first[one.node], own = t.own[one.node];
@@ -121,10 +157,14 @@ int gather(RowWalk& w) {
         const uint64_t leaf = leaf_of({one.place, one.state, one.begun, one.x});
         for (int32_t at = first; at < first + own; at++) found.push_back((uint64_t)t.order[at] << 32 | leaf);
     }
+    for (int64_t i = 0; i < w.num_different; i++) {
+        const int32_t node = w.different[i], end = w.differs[node] == 2 ? t.end[node] : t.first[node] + t.own[node];
+        for (int32_t at = t.first[node]; at < end; at++) found.push_back((uint64_t)t.order[at] << 32 | NO_LEAF);
+    }
     if ((int64_t)found.size() > w.room) return TOO_LONG;        // several tokens with the same bytes
     if (found.size() < 4096) {
         std::sort(found.begin(), found.end());
-    } else {                                    // by token alone: of one token, in whichever order
+    } else {                                            // by token alone: of one token, in whichever order
         std::vector<int32_t> place(t.num_tokens + 1);
         for (const uint64_t one : found) place[(one >> 32) + 1]++;
         for (int64_t i = 0; i < t.num_tokens; i++) place[i + 1] += place[i];
@@ -133,10 +173,15 @@ int gather(RowWalk& w) {
         found.swap(sorted);
     }
     w.num_tokens = 0;
-    for (size_t i = 0; i < found.size();) {
+    for (size_t i = 0, end; i < found.size(); i = end) {
         const int32_t token = found[i] >> 32;
-        int64_t group = ~(int64_t)(w.map ? w.map[token] : 0);
-        for (; i < found.size() && (int32_t)(found[i] >> 32) == token; i++) group = pair_of((uint64_t)group << 32 | (uint32_t)found[i]);
+        bool nothing = false;
+        for (end = i; end < found.size() && (int32_t)(found[end] >> 32) == token; end++) nothing |= (uint32_t)found[end] == NO_LEAF;
+        const int64_t before = ~((w.map ? w.map[token] : 0) + nothing * INSTEAD);
+        int64_t group = before;
+        for (size_t j = i; j < end; j++)
+            if ((uint32_t)found[j] != NO_LEAF) group = pair_of((uint64_t)group << 32 | (uint32_t)found[j]);
+        if (group == before) group = pair_of((uint64_t)group << 32 | NO_LEAF);
         w.tokens[w.num_tokens] = token, w.groups[w.num_tokens++] = group;
     }
     w.num_leaves = leaf_of.size, w.num_pairs = pair_of.size;
