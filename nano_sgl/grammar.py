@@ -116,10 +116,10 @@ class Grammar:
     Made by `compile`. All methods may be called from any thread. Those that may build rows raise GrammarError if the grammar outgrows its bounds.
     """
 
-    def __init__(self, shared: Shared, rules: Rules):
+    def __init__(self, shared: Shared, rules: Rules, normal: tuple | None = None):
         self.vocab, self.tables, self.shared = shared.tables.vocab, shared.tables, shared
         self._automaton, self._nodes = shared.automaton, shared.automaton.nodes
-        self._rules, start = normalize(self._nodes, rules)
+        self._rules, start, *closing = normal or normalize(self._nodes, rules)
         if start == NEVER:
             raise GrammarError("the grammar matches nothing that the model's tokens can write", "grammar", rules.start)
         self._cut: dict[int, int] = {}                              # rule -> its node, cut into pieces
@@ -141,7 +141,7 @@ class Grammar:
         self._steps: dict[tuple[int, int], int | None] = {}         # (state, token) -> state, of those that were asked for
         done = self._stacks.of(frozenset((DONE,)))
         # Of a model that thinks first: what it must write once it has thought enough, and the frame that lies lowest as long as it thinks
-        self.closing = None if rules.closing is None else Grammar(shared, Rules(rules.rules, rules.closing))
+        self.closing = Grammar(shared, Rules(rules.rules, rules.closing), (self._rules, *closing)) if closing else None
         self.start = self._pack(self._closure(self._stacks.push(self._nodes.cut(start), done)))
         self._lowest: dict[int, frozenset] = {done: frozenset((DONE,))}
         self._thought = self._lowest_frames(self.start & INDEX) if self.closing else frozenset()

@@ -237,8 +237,9 @@ class Document:
         for keyword, arg in part.schema.items() if isinstance(part.schema, dict) else ():
             if keyword in REFUSED:
                 raise refusal(keyword, part.path, REFUSED[keyword])
-            if keyword in SHAPES and not SHAPES[keyword][0](arg):
-                raise refusal(keyword, part.path, SHAPES[keyword][1])
+            shape = SHAPES.get(keyword)
+            if shape and not shape[0](arg):
+                raise refusal(keyword, part.path, shape[1])
 
     def clean(self, part: Part) -> Part:
         """The part without annotations, in the forms of 2020-12; checks all that is left."""
@@ -307,7 +308,9 @@ class Document:
         for part in parts:
             tick()
             if part.schema is not True:
-                more = None if part.schema is False else self.once(("flat", id(part.schema)), part.schema, lambda: self._flatten(part))
+                known = self.memo.get(("flat", id(part.schema)))
+                more = known[1] if known else None if part.schema is False else self.once(
+                    ("flat", id(part.schema)), part.schema, lambda: self._flatten(part))
                 if more is None:
                     return None
                 for one in more:

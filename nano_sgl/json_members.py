@@ -14,6 +14,9 @@ declares.
     in_any_order  a state is (set of keys written, extras, wishes)                              2 ** keys
     sequence      any automaton, from its start, arcs and ends: contains, uniqueItems, any order
 
+Keys that nobody declares are all strings but some (`avoid`): at each letter of a declared key it goes on, or any other letter and any text. What
+follows a point behind which only one key is left is the same object for all keys that end alike, in all schemas: so it becomes a node once.
+
 Invariants. A comma stands between two items and nowhere else. A declared key comes once at most, one that must come comes. Readings may be
 ambiguous (a member that fulfils a wish may also be read as one that does not), verdicts are not.
 
@@ -46,7 +49,7 @@ class Pair(NamedTuple):
 
     def texts(self, colon: Expr) -> Iterator[Option]:
         """`"key": value`, in all its options."""
-        return ((cat([*(BYTES[b] for b in self.key), colon, value]), fulfilled) for value, fulfilled in self.options if value != NEVER)
+        return ((cat([*map(BYTES.__getitem__, self.key), colon, value]), fulfilled) for value, fulfilled in self.options if value != NEVER)
 
 
 Tree = dict[int, tuple[bytes, "Tree | Expr"]]  # by first byte: what all keys below have in common, and the rest, or what stands behind the key
@@ -180,7 +183,7 @@ def branch(writer: Writer, one: tuple[bytes, Tree | Expr], made: dict[int, tuple
     """A part of a key, and what stands behind it."""
     if id(one) not in made:
         label, below = one
-        expr = cat([*(BYTES[b] for b in label), written(writer, below, made) if isinstance(below, dict) else below])
+        expr = cat([*map(BYTES.__getitem__, label), written(writer, below, made) if isinstance(below, dict) else below])
         made[id(one)] = one, named(writer, expr) if shared and len(label) > 12 else expr
     return made[id(one)][1]
 

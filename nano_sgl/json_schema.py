@@ -20,7 +20,7 @@ Invariants. What is accepted is valid. A keyword that changes validity and canno
 pointer; so does a schema that no value satisfies. Left out are spellings, not values: keys and listed values have one spelling, integers are
 written without point and exponent, numbers under multipleOf without exponent, half a surrogate pair is no character.
 
-Cost. 1 ms for an everyday schema; some 100 microseconds a set, and for objects that allow other keys some for each character of the declared
+Cost. 0.5 ms for an everyday schema; some 50 microseconds a set, and for objects that allow other keys some for each character of the declared
 ones. MAX_SETS, MAX_WORDS, json_members' MAX_PAIRS and json_text's MAX_STATES bound what multiplies.
 
 Where it stops. Keys that nobody declares may repeat among themselves, and count each time. They spell what ASCII can print as it is. Patterns are
@@ -40,6 +40,7 @@ from collections.abc import Callable, Iterable
 from decimal import Decimal
 from fractions import Fraction
 from functools import lru_cache
+from json.encoder import encode_basestring
 from typing import NamedTuple
 
 from .json_document import (EITHER, HAS, NAMED_TYPES, NOT, OWNER, TAIL, TYPES, Document, Part, Parts, canonical, decimal, endless, escape, is_schema,
@@ -52,8 +53,7 @@ from .schema import LAYOUTS, MAX_TEXT, grammar, json_rules, strings
 
 MAX_SETS = 12_000      # parts of all sets that have a rule
 MAX_WORDS = 40_000     # characters of the keys that others must differ from, in all objects
-
-
+ALL_TYPES = frozenset(TYPES)
 MEMBERS = frozenset(("properties", "patternProperties", "additionalProperties", "propertyNames"))
 
 
@@ -74,6 +74,7 @@ class Text(NamedTuple):
 
 
 ANYTHING = Text(0, None, [], "pattern")
+ENCODERS = [json.JSONEncoder(ensure_ascii=False, separators=layout) for layout in ((", ", ": "), (",", ":"))]
 
 
 @lru_cache(maxsize=3)
@@ -93,7 +94,7 @@ class Compiler:
         self.rules: dict[str, Expr] = {}
         self.names: dict[tuple[int, ...], Expr] = {}
         self.values: dict[tuple[int, ...], list | None] = {}
-        self.kinds: dict[int, tuple[set[str], Part]] = {}
+        self.kinds: dict[int, tuple[frozenset[str], Part]] = {}
         self.todo: list[tuple[str, Parts, list[Parts] | None]] = []
         self.others: dict[frozenset[str], Expr] = {}
         self.parts, self.steps, self.words, self.turns = 0, 0, 0, {}
@@ -174,10 +175,9 @@ class Compiler:
         if (values := self.finite(flat)) is not None:
             return self.listed(name, values)
         types = self.types(flat)
-        if {"integer", "fraction"} <= types:
-            types -= {"fraction", "integer"}
-            return alt([self.number(name, flat, "number"), *(self.WRITERS[kind](self, name, flat, kind) for kind in sorted(types))])
-        return alt([self.WRITERS[kind](self, name, flat, kind) for kind in sorted(types)])
+        both = types & NAMED_TYPES["number"] if NAMED_TYPES["number"] <= types else frozenset()
+        numbers = [self.number(name, flat, "number")] if both else []
+        return alt(numbers + [self.WRITERS[kind](self, name, flat, kind) for kind in sorted(types - both)])
 
     # -- alternatives --
 
@@ -278,21 +278,20 @@ class Compiler:
 
     # -- what a set says --
 
-    def types(self, flat: Parts) -> set[str]:
+    def types(self, flat: Parts) -> frozenset[str]:
         """The types that are left."""
-        known, found = self.kinds, set(TYPES)
+        found = ALL_TYPES
         for part in flat:
-            if id(part.schema) not in known:
-                known[id(part.schema)] = self.types_of(part), part
-            found &= known[id(part.schema)][0]
+            one = self.kinds.get(id(part.schema)) or self.kinds.setdefault(id(part.schema), (self.types_of(part), part))
+            found = one[0] if found is ALL_TYPES else found & one[0]
         return found
 
-    def types_of(self, part: Part) -> set[str]:
+    def types_of(self, part: Part) -> frozenset[str]:
         """The types that a part allows."""
-        found = set(TYPES)
+        found = ALL_TYPES
         for kind, positive in self.said(part, "type"):
             named = set().union(*(NAMED_TYPES[one] for one in (kind if isinstance(kind, list) else [kind])))
-            found &= named if positive else set(TYPES) - named
+            found = found & named if positive else found - named
         return found
 
     def said(self, part: Part, keyword: str) -> list[tuple]:
@@ -460,12 +459,12 @@ class Compiler:
 
     def listed(self, name: str, values: list) -> Expr:
         """One of the values."""
-        plain, nested, layout = [], [], {"compact": (",", ":")}.get(self.whitespace, (", ", ": "))
+        plain, nested, encode = [], [], ENCODERS[self.whitespace == "compact"].encode
         for value in values:
             if (self.whitespace == "flexible" or self.any_order) and isinstance(value, (dict, list)) and value:
                 nested.append(self.spaced(name, value))
             else:
-                plain.append(json.dumps(value, ensure_ascii=False, separators=layout))
+                plain.append(encode(value))
         return alt([strings(plain) if plain else NEVER, *nested])
 
     def spaced(self, name: str, value: object) -> Expr:
@@ -604,7 +603,7 @@ class Compiler:
     def names_of(self, flat: Parts, wishes: Iterable[Part] = ()) -> list[Parts]:
         """What the keys must be, as alternatives. wishes: more that must hold for one."""
         names = [Part(part.schema["propertyNames"], f"{part.path}/propertyNames") for part in flat if "propertyNames" in part.schema]
-        return self.alternatives([*names, *wishes], "propertyNames", flat[0].path)
+        return self.alternatives([*names, *wishes], "propertyNames", flat[0].path) if names or wishes else [()]
 
     def extras(self, name: str, flat: Parts, declared: Iterable[str], wishes: list[tuple[Part, Part]]) -> list[Option]:
         """Members whose keys nobody declares, by the patterns that match and the wishes that they fulfil."""
@@ -666,9 +665,10 @@ class Compiler:
         pairs = []
         for key in keys:
             parts = self.member(flat, key)
-            fits = sum(1 << i for i, (names, _) in enumerate(wishes) if self.holds(key, names))
-            options = [(self.value([*parts, *(value for i, (_, value) in enumerate(wishes) if bits >> i & 1)]), bits) for bits in subsets(fits)]
-            pairs.append(Pair(json.dumps(key, ensure_ascii=False).encode(), options, key in required))
+            fits = sum(1 << i for i, (names, _) in enumerate(wishes) if self.holds(key, names)) if wishes else 0
+            more = [(self.value([*parts, *(value for i, (_, value) in enumerate(wishes) if bits >> i & 1)]), bits) for bits in subsets(fits)] \
+                if fits else [(self.value(parts), 0)]
+            pairs.append(Pair(encode_basestring(key).encode(), more, key in required))
         low = max(int(part.schema.get("minProperties", 0)) for part in flat)
         high = min((int(part.schema["maxProperties"]) for part in flat if "maxProperties" in part.schema), default=None)
         extras = self.extras(name, flat, keys, wishes)

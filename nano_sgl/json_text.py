@@ -5,7 +5,8 @@ A constraint is about what is meant: characters, a value. The text spells it, an
     A   ->   A | \\u0041            "   ->   \\" | \\u0022            1F600   ->   F0 9F 98 80 | \\ud83d\\ude00 | \\uD83D\\uDE00 | ...
 
 Strings. `spelled` writes a set of characters. Patterns are read into *letters*: a letter is a set of characters, bit i of a Byte is the i-th
-set that was named. So one expression serves for writing (`Letters.write`), matching (`Letters.matches`) and for automata.
+set that was named. So one expression serves for writing (`Letters.write`), matching (`Letters.matches`) and for automata. A pattern is read
+once a process, into letters of its own, which those of a schema take over.
 
 Products. Several constraints at once are *walkers*: a start, a step, an end. `Derived` walks an expression, or its complement, by partial
 derivatives (Antimirov 1996); `Several` walks many and says which match; `Multiple` keeps the rest of a division. `product` runs all of them side by
@@ -37,14 +38,13 @@ from __future__ import annotations
 
 import collections
 import functools
-import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
 from decimal import Decimal
 from typing import NamedTuple
 
 from . import regex
-from .rules import (ALL, BYTES, EMPTY, LAST_CHAR, NEVER, SURROGATES, Byte, Cat, Expr, GrammarError, Or, Ranges, Ref, Repeat, alt, cat, chars,
+from .rules import (ALL, BYTES, EMPTY, LAST_CHAR, NEVER, SURROGATES, Byte, Cat, Expr, GrammarError, Ranges, Ref, Repeat, alt, cat, chars,
                     clip, complement, literal, repeat, show, tick, union)
 
 MAX_STATES = 3000  # of one product

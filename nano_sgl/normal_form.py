@@ -51,8 +51,6 @@ class _Normalizer:
         self._made: dict[int, tuple[int, bool]] = {}    # by identity: expressions in which no reference is left, and whether they had some
         self._refs: dict[int, frozenset[int]] = {}
         self._normal: dict[int, int] = {}
-        if rules.start not in self.ids:
-            raise GrammarError(f"rule {rules.start} is not defined", rules.start, rules.start)
         graph = {name: self._names(expr) for name, expr in rules.rules.items()}
         for component in components(graph):
             name = component[0]
@@ -61,12 +59,17 @@ class _Normalizer:
             else:
                 node = self._convert(rules.rules[name], name, 0)
                 self._settle(name, nodes.positive(node), node, nodes.nullable[node])
-        start = self.ids[rules.start]
-        if start not in self.rules:                 # no others refer to it
-            node = self.put[rules.start]
-            self.rules[start] = nodes.positive(node)
-            self.put[rules.start] = self._used(start, nodes.nullable[node])
-        self.start = self.put[rules.start]
+
+    def begin(self, name: str) -> int:
+        """The node of a rule at which a grammar begins. Raises GrammarError."""
+        if name not in self.ids:
+            raise GrammarError(f"rule {name} is not defined", name, name)
+        rule, node = self.ids[name], self.put[name]
+        if rule not in self.rules:                  # it has no references, and was put where it is used
+            self.rules[rule] = self.nodes.positive(node)
+        elif self.nodes.stacked[node]:
+            return node
+        return self._used(rule, self.nodes.nullable[node])
 
     def _used(self, rule: int, optional: bool) -> int:
         """What stands for a rule where it is used, if it is not put there itself."""
@@ -129,6 +132,7 @@ class _Normalizer:
         return found & self.ids.keys()
 
     def _convert(self, expr: Expr, rule: str, depth: int) -> int:
+        """The node of an expression. rule: where it stands, for the user."""
         nodes, kind = self.nodes, type(expr)
         if kind is Byte:
             return nodes.byte(expr.mask)
@@ -158,12 +162,11 @@ class _Normalizer:
                 raise GrammarError(f"a repeat of {expr.low} to {expr.high} times, in rule {rule}", "repeat", rule)
             node = nodes.rep(self._convert(expr.item, rule, depth + 1), expr.low, expr.high)
         else:
-            known, parts = nodes._bytes, []
-            for part in expr.parts:                 # the short ways, for most
-                kind_of = type(part)
-                if kind_of is Byte:
-                    node = known.get(part.mask)
-                elif kind_of is Ref:
+            parts: list[int] = []
+            for part in expr.parts:
+                if type(part) is Byte:              # as most are
+                    node = nodes._bytes.get(part.mask)
+                elif type(part) is Ref:
                     node = self.put.get(part.name)
                     self.met += 1
                 else:
@@ -388,10 +391,10 @@ class _Normalizer:
         return {rule: self._replace(rules[rule], known) for rule in useful}
 
 
-def normalize(nodes: Nodes, rules: Rules) -> tuple[dict[int, int], int]:
-    """(rule number -> node, start node) in normal form. Raises GrammarError."""
+def normalize(nodes: Nodes, rules: Rules) -> tuple:
+    """Rule number -> node in normal form, and the node of the start; behind it that of `closing`, if the rules have one. Raises GrammarError."""
     normal = _Normalizer(nodes, rules)
-    return normal.rules, normal.start
+    return normal.rules, *(normal.begin(name) for name in (rules.start, rules.closing) if name is not None)
 
 
 def _reach(graph: dict[int, set[int]], start: int) -> set[int]:

@@ -54,24 +54,40 @@ class Byte:
     mask: int
 
 
+class Tree:
+    """An expression with others in it: it remembers its hash, which is that of all below."""
+    __slots__ = ("_hash",)
+
+    def hash(self) -> int:
+        """As Python's own."""
+        found = getattr(self, "_hash", None)
+        if found is None:
+            found = hash((type(self), self.item, self.low, self.high) if type(self) is Repeat else (type(self), self.parts))
+            object.__setattr__(self, "_hash", found)
+        return found
+
+
 @dataclass(frozen=True, slots=True)
-class Cat:
+class Cat(Tree):
     """All parts, one after the other; without parts the empty text."""
     parts: tuple[Expr, ...]
+    __hash__ = Tree.hash
 
 
 @dataclass(frozen=True, slots=True)
-class Or:
+class Or(Tree):
     """One of the parts; without parts nothing at all."""
     parts: tuple[Expr, ...]
+    __hash__ = Tree.hash
 
 
 @dataclass(frozen=True, slots=True)
-class Repeat:
+class Repeat(Tree):
     """`low` to `high` times the item, None: any number."""
     item: Expr
     low: int
     high: int | None
+    __hash__ = Tree.hash
 
 
 @dataclass(frozen=True, slots=True)
