@@ -706,6 +706,7 @@ TIME = (r"(?:(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]+)?(?:[zZ]|[+-]
         rf"|23:59:60(?:\.[0-9]+)?[zZ]|{LEAP})")
 LABEL = r"[A-Za-z0-9](?:[A-Za-z0-9-]{0,%d}[A-Za-z0-9])?"
 HOST = rf"(?:{LABEL % 61}(?:\.{LABEL % 61}){{0,2}}|{LABEL % 33}(?:\.{LABEL % 33}){{0,6}})"
+FREE_HOST = r"[A-Za-z0-9](?:\.?[A-Za-z0-9]|-+[A-Za-z0-9])*"
 OCTET = r"(?:25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])"
 IPV4 = rf"{OCTET}(?:\.{OCTET}){{3}}"
 H16 = "[0-9A-Fa-f]{1,4}"
@@ -732,13 +733,12 @@ FORMATS = {
     "uuid": "[0-9A-Fa-f]{8}-[0-9A-Fa-f]{4}-[0-9A-Fa-f]{4}-[0-9A-Fa-f]{4}-[0-9A-Fa-f]{12}", "uri": URI,
     "uri-reference": REFERENCE, "iri": URI.replace(UNRESERVED, UNRESERVED + WIDE), "iri-reference": REFERENCE.replace(UNRESERVED, UNRESERVED + WIDE),
     "uri-template": rf"(?:[!#$&(-;=?-\[\]_a-z~{WIDE}]|{PCT}|\{{[+#./;?&=,!@|]?{VARNAME}(?:,{VARNAME})*\}})*",
-    "email": rf'(?:{ATEXT}(?:\.{ATEXT})*|"(?:[ !#-\[\]-~]|\\[ -~])*")@(?:{HOST}|\[(?:{IPV4}|IPv6:{IPV6})\])',
+    "email": rf'(?:{ATEXT}(?:\.{ATEXT})*|"(?:[ !#-\[\]-~]|\\[ -~])*")@(?:{FREE_HOST}|\[(?:{IPV4}|IPv6:{IPV6})\])',  # RFC 5321, 4.1.2: no lengths
     "json-pointer": POINTER, "relative-json-pointer": rf"(?:0|[1-9][0-9]*)(?:#|{POINTER})",
 }
 
 # What is written of a format under a bound on its length, where all of it has too many states: no literal addresses and no user in an authority;
 # hosts of 63 characters at most, so that no label is too long; mailboxes of 64 without quotes.
-FREE_HOST = r"[A-Za-z0-9](?:\.?[A-Za-z0-9]|-+[A-Za-z0-9])*"
 REG_NAME = rf"(?:[{UNRESERVED}{DELIMS}]|{PCT})*(?::[0-9]*)?"
 
 
