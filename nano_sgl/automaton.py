@@ -267,6 +267,7 @@ class Automaton:
         self._ids: dict[frozenset[int], int] = {}
         self.expand(self.state(()))                     # state 0: nothing can follow, nor end here
         self.root = NodeSet(np.zeros(1, np.int32))
+        self._at: dict[int, NodeSet] = {0: self.root}
         self._beside: dict[int, int] = {}
         self.wide: dict[tuple[int, bool], bool] = {}    # of (state, counted) where rows have met much: whether it is all in its own template
         self.template_bytes, self._number = 0, itertools.count().__next__
@@ -339,6 +340,18 @@ class Automaton:
     def unlike(self, q: int) -> None:
         """It differs too much from the state beside it."""
         self._beside[q] = DEAD
+
+    def at(self, node: int) -> NodeSet:
+        """One position, for the templates that begin there."""
+        if node not in self._at:
+            self._at[node] = NodeSet(np.array([node], np.int32), ascending=True)
+        return self._at[node]
+
+    def forget_templates(self) -> None:
+        """Of those that begin at one position, and what hangs on them."""
+        for one in self._at.values():
+            one.templates.clear()
+        self.template_bytes = 0
 
     def template(self, q: int, starts: NodeSet, counted: bool, marks: np.ndarray | None = None) -> Template:
         """What becomes of q below the positions. `counted`: q repeats a prefix code; how often it begins again is part of the class. Of positions

@@ -97,9 +97,10 @@ class Walk(ctypes.Structure):
 class RowWalk(ctypes.Structure):
     """Readings that are followed from piece to piece, for rows.py; see cpu/row.h."""
 
-    _fields_ = [*((name, _P) for name in ("walk", "places", "firsts", "map", "readings", "head", "differs", "different", "tokens",
+    _fields_ = [*((name, _P) for name in ("walk", "places", "firsts", "map", "readings", "head", "differs", "different", "left", "tokens",
                                           "groups", "pairs", "leaves")),
-                *((name, _I) for name in ("room", "at", "size", "full", "num_different", "num_tokens", "num_pairs", "num_leaves", "unknown"))]
+                *((name, _I) for name in ("room", "at", "size", "full", "num_different", "num_left", "leaves_out", "num_tokens", "num_pairs",
+                                          "num_leaves", "unknown"))]
 
 
 FUNCTIONS = {
@@ -260,8 +261,8 @@ class TrieWalker:
         self._make_room(4 * max(nodes, size) + 4096)
         self._row, room = RowWalk(walk=ctypes.addressof(self._walk)), self.READINGS
         self._found = dict(readings=np.empty((room, 7), np.int32), head=np.full(nodes, -1, np.int32), differs=np.zeros(nodes, np.uint8),
-                           different=np.empty(nodes, np.int32), tokens=np.empty(room, np.int32), groups=np.empty(room, np.int32),
-                           pairs=np.empty(room, np.int64), leaves=np.empty((room, 4), np.int32))
+                           different=np.empty(nodes, np.int32), left=np.empty((64, 4), np.int32), leaves=np.empty((room, 4), np.int32),
+                           pairs=np.empty(room, np.int64), tokens=np.empty(room, np.int32), groups=np.empty(room, np.int32))
         for name, array in self._found.items():
             setattr(self._row, name, array.ctypes.data)
 
@@ -337,16 +338,17 @@ class TrieWalker:
         return (self._classes.copy(), self._sizes[: walk.num_classes + 1].astype(np.int64), self._keys[: walk.num_classes].tolist(),
                 self._exits.copy(), walk.num_exits, walk.most, self._sources.copy() if walk.num_starts > 1 else None)
 
-    def read(self, seeds: list[tuple[int, int, int, bool, int]], exits: list[tuple[int, object, int]], base: np.ndarray | None, automaton,
-             places) -> tuple[np.ndarray, np.ndarray, list[list[int]], list[list[int]]] | int | None:
+    def read(self, seeds: list[tuple[int, int, int, bool, int]], exits: list[tuple[int, object, int]], base: np.ndarray | None, automaton, places,
+             leaves_out: bool) -> tuple[np.ndarray, np.ndarray, list[list[int]], list[list[int]], list[list[int]]] | int | None:
         """Which tokens end in which readings. seeds (state, place, x, whether it may be long, beside): from the root on, all (SOLE), or only what
         differs from the state `beside`, whose template `base` has. exits (place, automaton.NodeSet, x): from where pieces end. base int16 [V]:
         a class of each token, told apart too. automaton: an automaton.Automaton; places: a rows.Places.
 
-        (tokens int32, ascending; the group of each; of each group a group before it, or ~class, << 32 | a leaf; of each leaf place, state, begun, x).
-        ~(class + INSTEAD): nothing of the class holds; NO_LEAF: no leaf. Of more than a row should have: the index of the seed that leads to them, or
-        None."""
+        (tokens int32, ascending; the group of each; of each group a group before it, or ~class, << 32 | a leaf; of each leaf place, state, begun, x;
+        with `leaves_out`, what should come from templates, and is left out: node, state, place, x). ~(class + INSTEAD): nothing of the class holds.
+        Of more than a row should have: the index of the seed that leads to them, or None."""
         with self.lock:
+            self._row.leaves_out = leaves_out
             try:
                 return self._read(seeds, exits, base, automaton, places)
             finally:
@@ -371,7 +373,8 @@ class TrieWalker:
         if last < 0 and not self._follow(automaton, places, True):
             return None
         found, n, pairs = self._found, row.num_tokens, row.num_pairs
-        return (found["tokens"][:n].copy(), found["groups"][:n].copy(), found["pairs"][:pairs].tolist(), found["leaves"][: row.num_leaves].tolist())
+        return (found["tokens"][:n].copy(), found["groups"][:n].copy(), found["pairs"][:pairs].tolist(), found["leaves"][: row.num_leaves].tolist(),
+                found["left"][: row.num_left].tolist())
 
     def _follow(self, automaton, places, last: bool) -> bool:
         row = self._row

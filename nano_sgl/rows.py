@@ -13,9 +13,10 @@ if many tokens are inside of it: then its template (automaton.py) is taken, as a
 characters begun, x), and its value what the tables say of it.
 
 How. Narrow pieces, and all that comes behind pieces, are followed down the tree by C++ (cpu/row.h), reading by reading, and come back as groups of
-tokens with the same readings: Python looks at each group once. Where there is no compiler, or the readings are too many, the same goes wave by wave
-with templates that hang on sets of positions, where readings that lie at the same position share a stack, and what an earlier wave has followed is
-left out: slower, but hostile grammars stay bounded.
+tokens with the same readings: Python looks at each group once. A state in a key that is none of an object's own differs from the one beside it
+(Automaton.beside) in the few texts that lead to a declared key: it takes that one's map, and is followed only where they differ. Where there is no
+compiler, or the readings are too many, the same goes wave by wave with templates that hang on sets of positions, where readings that lie at the same
+position share a stack, and what an earlier wave has followed is left out: slower, but hostile grammars stay bounded.
 
 x. Behind the repeat that the state's count belongs to, everything holds for some counts only: x are the characters of that repeat that the token has
 begun there, so low <= count + x <= high; -1: holds always.
@@ -43,7 +44,7 @@ MAX_OVERRIDES = 4096            # of a row: one with more gets a map of its own
 DENSE = 768                     # tokens from which a template is worth a map
 MAX_JOINT = 3                   # templates in one map
 INF = (1 << 31) - 1
-SOLE, NO_LEAF, INSTEAD = -2, INDEX, 1 << 20    # as in cpu/row.h
+SOLE, INSTEAD = -2, 1 << 20     # as in cpu/row.h
 REGISTER = -1                   # in place of a count: the number beside the state; -1 - k: k more than that
 
 
@@ -98,8 +99,7 @@ class RowBuilder:
         self.low, self.high = grammar._loops[registers[0]][1:] if registers else (0, 0)
         self.dense: list[tuple[Template, list[int]]] = []
         if self.automaton.template_bytes > MAX_TEMPLATE_BYTES:
-            self.automaton.root.templates.clear()
-            self.automaton.template_bytes = 0
+            self.automaton.forget_templates()
 
     def build(self) -> Row:
         """The row. Raises GrammarError."""
@@ -119,35 +119,46 @@ class RowBuilder:
     def _by_reading(self, walker) -> Row | None:
         """By C++; None if the readings are too many, or too many are wide."""
         grammar, automaton, places, begin = self.grammar, self.automaton, self.grammar._readings, self._beginnings()
+        below: dict[tuple, list] = {}               # (node, state, counted) -> (place, x), of what should be a template
+        leaves_out = True
         while True:
             seeds, exits, wide = [], [], {}
-            for config, x in begin:
-                q, stack, loop, count = config
-                inside = automaton.wide.get((q, loop > 0))
-                if inside or inside is None and not loop and automaton.beside(q) != DEAD:
-                    wide.setdefault((q, loop > 0), []).append((config, x))
+            for (q, *where), x in begin:
+                counted, place = where[1] > 0, places.of(*where)
+                inside = automaton.wide.get((q, counted))
+                if inside or inside is None and not counted and automaton.beside(q) != DEAD:
+                    wide.setdefault((0, q, counted), []).append((place, x))
                 else:
-                    seeds.append((q, places.of(stack, loop, count), x, inside is not None, SOLE))
-            if len(wide) > MAX_JOINT:
-                return None
-            self.dense = [self._take_template(same, exits, seeds, len(wide) == 1) for same in wide.values()]
+                    seeds.append((q, place, x, inside is not None, SOLE))
+            if len(wide) + len(below) > MAX_JOINT:
+                if not leaves_out:
+                    return None
+                leaves_out, below = False, {}
+            wide |= below
+            self.dense = [self._take_template(*piece, same, exits, seeds, len(wide) == 1) for piece, same in wide.items()]
             which, vec = self._base() if wide else (0, [0])
-            found = walker.read(seeds, exits, self.tables.maps[which] if wide else None, automaton, places)
-            if not isinstance(found, int):
+            found = walker.read(seeds, exits, self.tables.maps[which] if wide else None, automaton, places, leaves_out)
+            if isinstance(found, int):
+                q, place, _, _, beside = seeds[found]
+                counted = places.keys[place][1] > 0
+                if beside != SOLE:
+                    automaton.unlike(q)
+                automaton.wide[q, counted] = automaton.template(q, automaton.root, counted).size > DENSE
+                continue
+            if found is None:
+                return None
+            left = sum(map(len, below.values()))
+            for node, q, place, x in found[4]:
+                same = below.setdefault((node, q, places.keys[place][1] > 0), [])
+                if (place, x) not in same:
+                    same.append((place, x))
+            if sum(map(len, below.values())) == left:
                 break
-            q, place, _, _, beside = seeds[found]
-            counted = places.keys[place][1] > 0
-            if beside != SOLE:
-                automaton.unlike(q)
-            automaton.wide[q, counted] = automaton.template(q, automaton.root, counted).size > DENSE
-        if found is None:
-            return None
-        tokens, groups, pairs, leaves = found
+        tokens, groups, pairs, leaves, _ = found
         of_leaf = [self._value(*leaf) for leaf in leaves]
         values, below = [], []                      # of each group, and of its class
         for pair in pairs:
-            before, leaf = pair >> 32, pair & INDEX
-            value = 0 if leaf == NO_LEAF else of_leaf[leaf]
+            before, value = pair >> 32, of_leaf[pair & INDEX]
             if before >= 0:
                 below.append(below[before])
                 values.append(grammar._join(values[before], value))
@@ -163,14 +174,13 @@ class RowBuilder:
         entries = grammar._entries_of([*vec, *values])
         return Row(which, np.array(entries[: len(vec)], np.int32), tokens, np.array(entries[len(vec):], np.int32)[groups])
 
-    def _take_template(self, configs: list[tuple[tuple, int]], exits: list, seeds: list, alone: bool) -> tuple[Template, list[int]]:
-        """What is inside of a wide piece, from the root, with all that may lie below it; where it may end are new `exits`. alone: it may be the
-        template of a state beside it, whose differences are new `seeds`."""
-        q, _, loop, _ = configs[0][0]
-        beside = self.automaton.beside(q) if alone and not loop else DEAD
-        template, known = self.automaton.template(q if beside == DEAD else beside, self.automaton.root, loop > 0), None
-        for (_, *where), x in configs:
-            place = self.grammar._readings.of(*where)
+    def _take_template(self, node: int, q: int, counted: bool, below: list[tuple[int, int]], exits: list, seeds: list,
+                       alone: bool) -> tuple[Template, list[int]]:
+        """What is inside of a wide piece, from a node on, with all (place, x) that may lie below it; where it may end are new `exits`. alone: it may
+        be the template of a state beside it, whose differences are new `seeds`."""
+        beside = self.automaton.beside(q) if alone and not counted and not node else DEAD
+        template, known = self.automaton.template(q if beside == DEAD else beside, self.automaton.at(node), counted), None
+        for place, x in below:
             values = [self._value(place, to, begun, x) for to, begun in template.classes]
             known = values if known is None else list(map(self.grammar._join, known, values))
             if template.exits is not None:

@@ -6,8 +6,8 @@
 namespace {
 
 // A position that was reached in a state of the automaton, and what lies below the piece: a place. begun: characters that the token has begun there,
-// if the place counts; x: those that it began in the repeat that the row's own count belongs to, -1: what follows holds always. beside: the state there
-// of the piece whose template the row has, if this is only about where they differ; else SOLE.
+// if the place counts; x: those that it began in the repeat that the row's own count belongs to, -1: what follows holds always. beside: the state
+// there of the piece whose template the row has, if this is only about where they differ; else SOLE.
 struct Reading {
     int32_t node, state, place, begun, x, beside, next;     // next: of the same node, -1
 
@@ -30,12 +30,14 @@ struct RowWalk {
     const int16_t* map;                         // the class of each token, before what is found here; null: 0
     Reading* readings;                          // room for `room`
     int32_t* head;                              // by node: its last reading, -1
-    uint8_t* differs;                           // by node: the template does not hold there; 2: nor below, where nothing may come
+    uint8_t* differs;                           // by node: whether the template does not hold there
     int32_t* different;                         // these nodes
+    int32_t* left;                              // what is left to templates, (node, state, place, x) each, LEFT at most: see `leave`
     int32_t *tokens, *groups;                   // the result: tokens ascending, and the group of each,
-    int64_t* pairs;                             // a group is (a group before it, or ~class, or ~(class + INSTEAD)) << 32 | leaf, or NO_LEAF,
+    int64_t* pairs;                             // a group is (a group before it, or ~class, or ~(class + INSTEAD)) << 32 | leaf,
     int32_t* leaves;                            // a leaf is (place, state, begun, x)
-    int64_t room, at, size, full, num_different, num_tokens, num_pairs, num_leaves, unknown;    // full: there was no room for a reading
+    // full: there was no room for a reading. leaves_out: whether there is such a thing as `left`
+    int64_t room, at, size, full, num_different, num_left, leaves_out, num_tokens, num_pairs, num_leaves, unknown;
 };
 
 enum { FOLLOWED, EXPAND_STATE, END_PLACE, TOO_LONG };   // what `follow_readings` returns
@@ -43,7 +45,7 @@ enum { FOLLOWED, EXPAND_STATE, END_PLACE, TOO_LONG };   // what `follow_readings
 void forget(RowWalk& w) {
     for (int64_t i = 0; i < w.size; i++) w.head[w.readings[i].node] = -1;
     for (int64_t i = 0; i < w.num_different; i++) w.differs[w.different[i]] = 0;
-    w.size = w.at = w.full = w.num_different = 0;
+    w.size = w.at = w.full = w.num_different = w.num_left = 0;
 }
 
 void add_reading(RowWalk& w, const Reading& one) {
@@ -56,12 +58,7 @@ void add_reading(RowWalk& w, const Reading& one) {
     w.head[one.node] = w.size++;
 }
 
-void mark(RowWalk& w, int32_t node, uint8_t how) {
-    if (!w.differs[node]) w.different[w.num_different++] = node;
-    w.differs[node] = how;
-}
-
-// The children of a node, by what is alive there. The states have to be expanded.
+// The children of a node, by what is alive there. The states have to be expanded. What is alive beside it has to be so here: rows only add to maps.
 void go_down(RowWalk& w, int32_t node, int32_t state, int32_t place, int32_t begun, int32_t x, int32_t beside) {
     const Walk& t = *w.walk;
     const Ending& p = w.places[place];
@@ -72,21 +69,14 @@ void go_down(RowWalk& w, int32_t node, int32_t state, int32_t place, int32_t beg
         if (beside == SOLE) {
             if (to >= 0) add_reading(w, {kid, to, place, begun, x, SOLE, -1});
         } else if (const int32_t there = other[t.byte[kid]]; to != there) {
-            if (there >= 0) mark(w, kid, to < 0 ? 2 : 1);
-            if (to >= 0) add_reading(w, {kid, to, place, begun, x, there < 0 ? SOLE : there, -1});
+            if (to < 0) {
+                w.full = 1;
+                return;
+            }
+            if (there >= 0 && !w.differs[kid]) w.differs[kid] = 1, w.different[w.num_different++] = kid;
+            add_reading(w, {kid, to, place, begun, x, there < 0 ? SOLE : there, -1});
         }
     }
-}
-
-// Whether a template does not hold at a node.
-bool is_different(const RowWalk& w, int32_t node) {
-    if (w.differs[node]) return true;
-    const Walk& t = *w.walk;
-    for (int64_t i = 0; i < w.num_different; i++) {
-        const int32_t top = w.different[i];
-        if (w.differs[top] == 2 && t.first[top] <= t.first[node] && t.end[node] <= t.end[top]) return true;
-    }
-    return false;
 }
 
 // A piece ends at the nodes whose `members` is not negative, or at `nodes`, ascending, with `counts` of their own: what comes behind it, where the
@@ -104,11 +94,29 @@ void end_at(RowWalk& w, int32_t place, const int16_t* members, const int32_t* no
                 if (!members) start = std::lower_bound(start, nodes + n, above);
                 if (!kid || (members ? members[above] < 0 : start == nodes + n || *start != above)) continue;
                 const int32_t count = members ? members[above] : counts ? counts[start - nodes] : 0;
-                if ((p.between >= 0 && (count < p.least || count > p.most)) || (w.num_different && is_different(w, above))) continue;
+                if ((p.between >= 0 && (count < p.least || count > p.most)) || w.differs[above]) continue;
                 add_reading(w, {kid, row[byte], behind, first, p.own ? count : x, SOLE, -1});
             }
         }
     }
+}
+
+constexpr int32_t BELOW = 2048, BROAD = 16, LEFT = 64;      // tokens below a node, bytes that a state moves on
+
+// Whether what may be read from a node on is so much that it should come from a template. Then it is noted, and not followed.
+bool leave(RowWalk& w, int32_t node, int32_t state, int32_t place, int32_t x) {
+    const Walk& t = *w.walk;
+    if (!w.leaves_out || t.end[node] - t.first[node] <= BELOW) return false;
+    const int32_t* row = t.delta + 256 * (int64_t)state;
+    int alive = 0;
+    for (int byte = 0; byte < 256; byte++) alive += row[byte] >= 0;
+    if (alive < BROAD) return false;
+    const int32_t one[4] = {node, state, place, x};
+    for (int64_t i = 0; i < w.num_left; i++)
+        if (std::equal(one, one + 4, w.left + 4 * i)) return true;
+    if (w.num_left == LEFT) return false;
+    std::copy(one, one + 4, w.left + 4 * w.num_left++);
+    return true;
 }
 
 // As far as it can: FOLLOWED at the end, or what it needs first, in `unknown`.
@@ -125,7 +133,10 @@ int follow_readings(RowWalk& w) {
         if (one.beside >= 0 && !t.expanded[one.beside]) return EXPAND_STATE;
         w.unknown = one.place;
         if (ends && p.after < 0) return END_PLACE;
-        for (int32_t i = p.after; ends && i < p.end; i++) go_down(w, one.node, w.firsts[2 * i], w.firsts[2 * i + 1], 0, p.own ? one.begun : one.x, SOLE);
+        for (int32_t i = p.after, x = p.own ? one.begun : one.x; ends && i < p.end; i++) {
+            const int32_t state = w.firsts[2 * i], behind = w.firsts[2 * i + 1];
+            if (!leave(w, one.node, state, behind, x)) go_down(w, one.node, state, behind, 0, x, SOLE);
+        }
         go_down(w, one.node, one.state, one.place, one.begun, one.x, one.beside);
     }
     return w.full ? TOO_LONG : FOLLOWED;
@@ -140,7 +151,6 @@ uint64_t hash_of(const Leaf& leaf) {
     return ((uint64_t)leaf.place << 32 | (uint32_t)leaf.state) * 0xC2B2AE3D27D4EB4Fu + ((uint64_t)leaf.begun << 32 | (uint32_t)leaf.x);
 }
 
-constexpr uint32_t NO_LEAF = -1;                        // in place of a leaf
 constexpr int64_t INSTEAD = 1 << 20;                    // beside a class: what is found counts instead of what the class says
 
 // Which tokens end in which readings. Tokens with the same class and the same leaves are a group: the last of the pairs that lead there.
@@ -157,10 +167,6 @@ int gather(RowWalk& w) {
         const uint64_t leaf = leaf_of({one.place, one.state, one.begun, one.x});
         for (int32_t at = first; at < first + own; at++) found.push_back((uint64_t)t.order[at] << 32 | leaf);
     }
-    for (int64_t i = 0; i < w.num_different; i++) {
-        const int32_t node = w.different[i], end = w.differs[node] == 2 ? t.end[node] : t.first[node] + t.own[node];
-        for (int32_t at = t.first[node]; at < end; at++) found.push_back((uint64_t)t.order[at] << 32 | NO_LEAF);
-    }
     if ((int64_t)found.size() > w.room) return TOO_LONG;        // several tokens with the same bytes
     if (found.size() < 4096) {
         std::sort(found.begin(), found.end());
@@ -173,15 +179,10 @@ int gather(RowWalk& w) {
         found.swap(sorted);
     }
     w.num_tokens = 0;
-    for (size_t i = 0, end; i < found.size(); i = end) {
+    for (size_t i = 0; i < found.size();) {
         const int32_t token = found[i] >> 32;
-        bool nothing = false;
-        for (end = i; end < found.size() && (int32_t)(found[end] >> 32) == token; end++) nothing |= (uint32_t)found[end] == NO_LEAF;
-        const int64_t before = ~((w.map ? w.map[token] : 0) + nothing * INSTEAD);
-        int64_t group = before;
-        for (size_t j = i; j < end; j++)
-            if ((uint32_t)found[j] != NO_LEAF) group = pair_of((uint64_t)group << 32 | (uint32_t)found[j]);
-        if (group == before) group = pair_of((uint64_t)group << 32 | NO_LEAF);
+        int64_t group = ~((w.map ? w.map[token] : 0) + w.differs[t.node_of[token]] * INSTEAD);
+        for (; i < found.size() && (int32_t)(found[i] >> 32) == token; i++) group = pair_of((uint64_t)group << 32 | (uint32_t)found[i]);
         w.tokens[w.num_tokens] = token, w.groups[w.num_tokens++] = group;
     }
     w.num_leaves = leaf_of.size, w.num_pairs = pair_of.size;
