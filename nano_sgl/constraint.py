@@ -80,6 +80,24 @@ class Constraint:
         return here - self.drafted - 1 if here > self.drafted else self.longest * (self.often > OFTEN)
 
 
+    def few(self, count: int) -> list[np.ndarray | None]:
+        """Of the first of `count` places at which it samples from its state on: the tokens that may come there, if they are few."""
+        return self.grammar.tables.few.get(self.state, [])[:count] if self.leave_at == FOREVER else []
+
+
+def sort_places(lists: Sequence[Sequence[np.ndarray | None]], counts: Sequence[int]) -> list[np.ndarray]:
+    """The places of a step, `counts` of each row; `lists` say of the first of a row what may come there, if that is few. (Places that need the logits
+    of all tokens, those that do not, the tokens of the latter), int64 each."""
+    needs_all, tokens, first = np.ones(sum(counts), bool), [], 0
+    for some, count in zip(lists, counts):
+        for place, allowed in enumerate(some, start=first):
+            if allowed is not None:
+                needs_all[place] = False
+                tokens.append(allowed)
+        first += count
+    return [np.flatnonzero(needs_all), np.flatnonzero(~needs_all), np.unique(np.concatenate(tokens)) if tokens else np.zeros(0, np.int64)]
+
+
 class Group(NamedTuple):
     """The rows of a step whose grammars share tables, of S rows that sample at M places. C of them, at K places."""
     tables: DeviceTables

@@ -51,7 +51,7 @@ import torch
 
 from . import attention, sampling, spec, weights
 from .config import EngineConfig
-from .constraint import Compiling, Constraint, Constraints, Group, Walk, make_vocab, outcome, refusal
+from .constraint import Compiling, Constraint, Constraints, Group, Walk, make_vocab, outcome, refusal, sort_places
 from .eviction import EVICTION
 from .events import KVEvents
 from .grammar import Grammar
@@ -387,18 +387,21 @@ class Engine:
         picked, drafts = np.flatnonzero(batch.samples), None
         if batch.draft_lens.any():
             drafts = self.speculation.plan([batch.reqs[i] for i in picked], batch.draft_lens[picked], ends[picked] - 1, batch.limits[picked])
+        constraints, counts = [self.streams[batch.reqs[i].rid].constraint for i in picked], (batch.draft_lens[picked] + 1).tolist()
+        known = [batch.reqs[i].in_flight == 1 and batch.reqs[i].params.logprobs is None for i in picked]  # its state is, and no logprobs are wanted
+        few = sort_places([one.few(n) if one and sure else () for one, n, sure in zip(constraints, counts, known)], counts)
         begun = [(req.row, one.state, one.leave_at) for req in batch.started if (one := self.streams[req.rid].constraint)]
         packed = Packed([*batch.writes.arrays(), *batch.writes.late(), batch.rows, batch.q_lens, batch.store_from, batch.limits, of_token, offset,
-                         ends - 1, picked, *np.array(begun, np.int64).reshape(-1, 3).T, *(drafts.packed if drafts else ())], self.device)
+                         ends - 1, picked, *np.array(begun, np.int64).reshape(-1, 3).T, *few, *(drafts.packed if drafts else ())], self.device)
         return Plan(work, packed, bool((batch.store_from > batch.starts).any()), bool((batch.kv_bounds > batch.limits).any()),
-                    int(batch.kv_bounds.max()) + 1, drafts, [self.streams[batch.reqs[i].rid].constraint for i in picked])
+                    int(batch.kv_bounds.max()) + 1, drafts, constraints)
 
     @torch.inference_mode()
     def _run(self, batch: Batch, plan: Plan) -> Results:
         """Run a step. Everything here is work in stream order; no value of the device is read, and of the host's only what the plan fixed:
         a request of the batch keeps its row until the step has landed, and gets no token before that."""
         began, rows, arrays = self._mark(), self.rows, plan.packed.send()
-        writes, copies, late, places, begun, guessed = (arrays[a:b] for a, b in itertools.pairwise((0, 8, 10, 13, 21, 24, len(arrays))))
+        writes, copies, late, places, begun, few, guessed = (arrays[a:b] for a, b in itertools.pairwise((0, 8, 10, 13, 21, 24, 27, len(arrays))))
         row_ids, q_lens, _, _, _, _, last, picked = places
         rows.put(*writes)
         for req in batch.started:
@@ -414,7 +417,7 @@ class Engine:
         results = Results(None, self._prompt_logprobs(batch, hidden), marks=[began])
         ends = start + q_lens                                      # [B] i64 each row's length after the step
         if len(picked):
-            logits = self.model.logits(hidden[last[picked] if guesses is None else guesses.at])  # [S or M, V] f32
+            logits = self.model.some_logits(hidden[last[picked] if guesses is None else guesses.at], *few)  # [S or M, V] f32
             known = ends[picked] if guesses is None else guesses.base + 1
             walk = Walk(self.constraints, self._groups, row_ids[picked], known, guesses) if self._groups else None
             if guesses is not None:
