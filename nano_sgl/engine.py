@@ -288,13 +288,15 @@ class Engine:
 
     def _queue(self, request: Request, seed: int, grammar: Grammar | None, since: float | None = None) -> None:
         params, ids = request.params, request.prompt_ids
-        req, prompt_logprobs = self.scheduler.add(request, seed, since), None
+        constraint = grammar and self.constraints.begin(grammar, request)
+        req = self.scheduler.add(request, seed, since, constraint.forced(False) if constraint and self.constraints.jump else 0)
+        prompt_logprobs = None
         if grammar is not None and params.ignore_eos:  # the end of a grammar is an end all the same
             params = msgspec.structs.replace(params, ignore_eos=False, stop_token_ids=None)
         if params.prompt_logprobs is not None:
             prompt_logprobs = [Logprob(ids[0], None)] if params.logprob_start_len == 0 else []
         self.streams[request.rid] = Stream(req, TextStream(self.tokenizer, params, self.end_ids, req.max_new), Chunk(rid=request.rid),
-                                           prompt_logprobs, constraint=grammar and self.constraints.begin(grammar, request),
+                                           prompt_logprobs, constraint=constraint,
                                            rewrites=grammar is not None and self.config.jump_forward == "retokenize")
 
     def _queue_compiled(self) -> None:
@@ -356,11 +358,7 @@ class Engine:
         reqs, in_flight = [req for req in self.scheduler.running if req.decodes], bool(self.flights)
         streams = [self.streams[req.rid] for req in reqs]
         forced = [one.constraint.forced(req.in_flight > 0) if one.constraint and self.constraints.jump else 0 for req, one in zip(reqs, streams)]
-        chosen = self.speculation.choose(reqs, [one.record for one in streams], forced, self.scheduler.tree, in_flight)
-        for req, one in zip(reqs, streams):
-            if one.constraint is not None:
-                one.constraint.drafted = chosen.get(req, 0)
-        return chosen
+        return self.speculation.choose(reqs, [one.record for one in streams], forced, self.scheduler.tree, in_flight)
 
     def _end_late_requests(self) -> None:
         for req in self.scheduler.expire():
@@ -390,6 +388,9 @@ class Engine:
         constraints, counts = [self.streams[batch.reqs[i].rid].constraint for i in picked], (batch.draft_lens[picked] + 1).tolist()
         known = [batch.reqs[i].in_flight == 1 and batch.reqs[i].params.logprobs is None for i in picked]  # its state is, and no logprobs are wanted
         few = sort_places([one.few(n) if one and sure else () for one, n, sure in zip(constraints, counts, known)], counts)
+        for one, count in zip(constraints, counts):
+            if one is not None:
+                one.drafted = count - 1
         begun = [(req.row, one.state, one.leave_at) for req in batch.started if (one := self.streams[req.rid].constraint)]
         packed = Packed([*batch.writes.arrays(), *batch.writes.late(), batch.rows, batch.q_lens, batch.store_from, batch.limits, of_token, offset,
                          ends - 1, picked, *np.array(begun, np.int64).reshape(-1, 3).T, *few, *(drafts.packed if drafts else ())], self.device)
@@ -763,7 +764,7 @@ class Engine:
         chosen = {"dtype": str(self.model.dtype).removeprefix("torch."), "device": self.device, "context_length": self.context_len,
                   "max_running_requests": s.max_running, "max_total_tokens": s.slots.capacity, "chunked_prefill_size": s.token_budget,
                   "disable_overlap_schedule": not self.depth, "attention_backend": self.attention_backend, "threads": torch.get_num_threads(),
-                  "schedule_policy": s.policy_name}
+                  "schedule_policy": s.policy.name}
         if self.config.speculative_algorithm is not None:
             chosen["speculative_eagle_topk"] = self.speculation.options.branches
         return {**asdict(self.config), **chosen}

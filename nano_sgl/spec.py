@@ -627,7 +627,7 @@ class Speculation:
 
     def learn(self, record: Record, outcome: Outcome, tokens: Sequence[int], kept: int, first: bool) -> None:
         """A row has sampled `tokens`, all but the last of which were guessed right; a stop or a limit leaves `kept` of them. first: they are the
-        first of the request, so nothing was guessed."""
+        first of the request, so no drafter has guessed."""
         deepest = outcome.deepest if kept == len(tokens) else kept - 1
         forced = min(outcome.forced, kept - 1)
         if outcome.forced:
@@ -639,11 +639,10 @@ class Speculation:
         record.ready, record.first, record.quality = outcome.found, outcome.first, min(max(outcome.quality, 0), MAX_QUALITY)
         record.found = record.ready
         record.draft_s, record.verify_s = record.draft_s + outcome.draft_s, record.verify_s + outcome.verify_s
-        if not first:
-            for counted in (record, self.total):
-                counted.forced += forced
-                if forced == outcome.forced:
-                    counted.add(outcome.drafted - forced, deepest - forced, kept - 1 - forced)
+        for counted in (record, self.total):
+            counted.forced += forced
+            if not first and forced == outcome.forced:
+                counted.add(outcome.drafted - forced, deepest - forced, kept - 1 - forced)
 
     def _propose(self, req: Req, tree: Tree, in_flight: bool) -> tuple[list[int], list[int], list[float]]:
         rest = req.key()[TOKEN_BYTES * req.node.end:]

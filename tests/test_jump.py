@@ -209,6 +209,30 @@ def test_who_wants_logprobs_needs_all_logits(path, monkeypatch):
     engine.shutdown()
 
 
+@pytest.mark.parametrize("flags", [dict(), dict(page_size=4), dict(chunked_prefill_size=8), dict(page_size=4, chunked_prefill_size=16)], ids=str)
+@pytest.mark.parametrize("device, depth", [("inline", 0), ("late", 2)])
+def test_what_is_forced_first_is_guessed_by_the_step_that_reads_the_prompt(path, reference, flags, device, depth):
+    engine = make(path, **flags) if device == "inline" else overlapped(path, device, depth, **flags)
+    form = dict(regex="name: (red|green)", ignore_eos=False)
+    grammar = engine.constraints.compiler.submit("regex", form["regex"]).result()
+    while grammar.start not in grammar.tables.chain_of:
+        run(engine, [request("w", prompt(3, 9), params(**form, max_tokens=9))])
+    first, plan = {}, engine._plan
+
+    def see(batch):
+        for req, samples, guesses in zip(batch.reqs, batch.samples, batch.draft_lens.tolist()):
+            if samples:
+                first.setdefault(req.rid, guesses)
+        return plan(batch)
+    engine._plan = see
+    asked = [request(f"{i}", prompt(n, i), params(**form, max_tokens=most)) for i, (n, most) in enumerate([(6, 30), (6, 1), (6, 3), (1, 30), (5, 0)])]
+    answers = run(engine, asked)
+    for one in asked:
+        same(answers[one.rid], reference(one))
+    assert 2 <= first["0"] <= 6 if "chunked_prefill_size" in flags else first == {"0": 6, "1": 0, "2": 2, "3": 6}
+    engine.shutdown()
+
+
 GRAMMARS = [dict(json_schema=PERSON), dict(json_schema=PERSON, json_whitespace="flexible"), dict(regex="name: (red|green), (tag ){3}end"),
             dict(choice=["the red one and the green one", "the red one or the green one"]), dict(), dict(json_schema=PERSON, json_whitespace="compact")]
 MIXES = [dict(), dict(temperature=1, seed=5), dict(temperature=1.5, seed=6, top_p=0.9, logprobs=2), dict(temperature=1, seed=7, frequency_penalty=1.0),
