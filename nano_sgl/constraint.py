@@ -25,6 +25,8 @@ request with an error. Source: SGLang's and XGrammar's masks are made on the hos
 
 from __future__ import annotations
 
+import itertools
+import operator
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -47,6 +49,8 @@ from .vocab import Vocab
 
 FOREVER = 2**62
 FADE, OFTEN = 0.2, 0.3     # how fast a request's habit is forgotten; share of steps from which on it is worth places in each of them
+LEARN = 0.4                # how much the last step counts of how far a chain is followed
+FOLLOWS, ROWS = 0.65, 10   # how likely a token of a chain must be to be worth its place, in steps of many rows; and of fewer, rows by ROWS
 
 
 @dataclass
@@ -69,10 +73,27 @@ class Constraint:
         if self.grammar.closing is not None and not self.grammar.has(state):
             self.grammar = self.grammar.closing
 
-    def forced(self, in_flight: bool) -> int:
-        """How many tokens are forced behind its state. in_flight: behind the state that it will have after a step that nobody knows yet: what that
-        leaves of them, or as many as ever, where it comes to forced text every few steps."""
-        here = len(self.grammar.tables.chain_of.get(self.state & INDEX, ()))
+    def watch(self, tokens: Sequence[int]) -> None:
+        """Its next tokens are these: how far they are the chain of its state, which not all models write as the tokenizer does."""
+        tables, index = self.grammar.tables, self.state & INDEX
+        if chain := tables.chain_of.get(index):
+            rates = tables.habits.setdefault(index, [1.0] * len(chain))     # of each token where those before it have come
+            for i, (guess, token) in enumerate(zip(chain, tokens)):
+                rates[i] += ((guess == token) - rates[i]) * LEARN
+                if guess != token:
+                    break
+
+    def _likely(self, least: float) -> int:
+        """How many tokens of its state's chain come with a probability of `least`."""
+        tables, index = self.grammar.tables, self.state & INDEX
+        chain, rates = tables.chain_of.get(index, ()), tables.habits.get(index)
+        return len(chain) if rates is None else sum(chance >= least for chance in itertools.accumulate(rates, operator.mul))
+
+    def forced(self, in_flight: bool, rows: int) -> int:
+        """How many tokens are forced behind its state, as far as guessing them pays off in a step of so many rows. in_flight: behind the state
+        that it will have after a step that nobody knows yet: what that leaves of them, or as many as ever, where it comes to forced text every few
+        steps."""
+        here = self._likely(min(rows / ROWS, FOLLOWS))
         self.longest = max(self.longest, here)
         if not in_flight:
             return here

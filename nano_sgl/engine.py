@@ -289,7 +289,7 @@ class Engine:
     def _queue(self, request: Request, seed: int, grammar: Grammar | None, since: float | None = None) -> None:
         params, ids = request.params, request.prompt_ids
         constraint = grammar and self.constraints.begin(grammar, request)
-        req = self.scheduler.add(request, seed, since, constraint.forced(False) if constraint and self.constraints.jump else 0)
+        req = self.scheduler.add(request, seed, since, constraint.forced(False, len(self.streams) + 1) if constraint and self.constraints.jump else 0)
         prompt_logprobs = None
         if grammar is not None and params.ignore_eos:  # the end of a grammar is an end all the same
             params = msgspec.structs.replace(params, ignore_eos=False, stop_token_ids=None)
@@ -357,7 +357,8 @@ class Engine:
             return {}
         reqs, in_flight = [req for req in self.scheduler.running if req.decodes], bool(self.flights)
         streams = [self.streams[req.rid] for req in reqs]
-        forced = [one.constraint.forced(req.in_flight > 0) if one.constraint and self.constraints.jump else 0 for req, one in zip(reqs, streams)]
+        forced = [one.constraint.forced(req.in_flight > 0, len(reqs)) if one.constraint and self.constraints.jump else 0
+                  for req, one in zip(reqs, streams)]
         return self.speculation.choose(reqs, [one.record for one in streams], forced, self.scheduler.tree, in_flight)
 
     def _end_late_requests(self) -> None:
@@ -584,7 +585,9 @@ class Engine:
                 reason = stream.ending
             elif samples:
                 kept, reason, error = self._advance(stream, new, logprobs)
-                self.constraints.tokens += kept * (stream.constraint is not None)
+                if stream.constraint is not None:
+                    self.constraints.tokens += kept
+                    stream.constraint.watch(new[:kept])
                 if outcome is not None and kept:
                     self.speculation.learn(stream.record, outcome, new, kept, first=not req.output_ids)
                 if bad and not reason:

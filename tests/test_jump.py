@@ -14,7 +14,7 @@ from engines import make, overlapped, params, prompt, request, run, same
 from nano_sgl import LLM, SamplingParams
 from nano_sgl import grammar as grammars
 from nano_sgl import spec, weights
-from nano_sgl.constraint import sort_places
+from nano_sgl.constraint import Constraint, sort_places
 from nano_sgl.grammar import INDEX, REGISTER
 from nano_sgl.jump import MAX_CHAIN, MAX_FEW, build_chain, canonical, longest, retokenized, spell
 from nano_sgl.masks import DeviceTables
@@ -162,14 +162,24 @@ def path(tree, row, node):
     return tokens[::-1]
 
 
-def test_forced_text_is_drafted_for_those_who_write_it_as_it_is_spelled():
-    made, reqs = spec.Speculation(None, spec.DraftOptions(), 8, 99, "cpu", None), ["a", "b", "c", "d"]
-    records = [spec.Record(), spec.Record(followed=3, led=3, steps=1), spec.Record(followed=1, led=4, steps=1), spec.Record(followed=1, led=4, steps=8)]
-    assert made.choose(reqs, records, [5, 0, 5, 5], None, False) == {"a": 5, "d": 5}, "d is tried again"
-    assert made.choose(reqs, records, [5, 7, 5, 0], None, False) == {"a": 5, "b": 7}
-    assert made.choose(reqs[2:], records[2:], [5, 5], None, False) == {"c": 5, "d": 5}, "a step of few rows has time"
-    made.learn(records[0], spec.Outcome(5, 5, 5, 0, -1, 0, 0, 0.0, 0.0), [1, 2, 3], 3, False)
-    assert (records[0].followed, records[0].led, records[0].forced) == (2, 3, 2)
+def test_a_chain_is_guessed_as_far_as_it_is_followed():
+    grammar = grammars.compile("json_schema", json.dumps(PERSON), vocab())
+    build_chain(grammar, grammar.start)
+    one, chain = Constraint(grammar, grammar.start), grammar.tables.chain_of[grammar.start]
+    assert len(chain) == one.forced(False, 16) == one.forced(False, 1) > 2
+    one.watch([*chain[:2], 0])
+    assert one.forced(False, 16) == 2 and one.forced(False, 1) == len(chain), "a step of one row has time"
+    for _ in range(9):
+        one.watch([0])
+    assert one.forced(False, 16) == one.forced(False, 1) == 0
+    one.watch([])
+    for _ in range(9):
+        one.watch(chain[:1])
+    assert one.forced(False, 16) == 2, "what was not guessed is learned all the same"
+    for _ in range(9):
+        one.watch([*chain, 0])
+    other = Constraint(grammar, grammar.start)
+    assert one.forced(False, 16) == other.forced(False, 16) == len(chain), "by all requests"
 
 
 def test_places_are_sorted_by_the_logits_they_need():
