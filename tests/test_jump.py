@@ -182,6 +182,15 @@ def test_a_chain_is_guessed_as_far_as_it_is_followed():
     assert one.forced(False, 16) == other.forced(False, 16) == len(chain), "by all requests"
 
 
+def test_forced_text_counts_from_the_first_step_on():
+    made, record = spec.Speculation(None, spec.DraftOptions(), 8, 99, "cpu", None), spec.Record()
+    for first in (True, False):
+        made.learn(record, spec.Outcome(5, 5, 5, 0, -1, 0, 0, 0.0, 0.0), [1, 2, 3], 3, first)
+    assert record.forced == made.total.forced == 4 and record.steps == 0, "where a chain was not followed, what else was guessed had no chance"
+    made.learn(record, spec.Outcome(5, 5, 2, 0, -1, 0, 0, 0.0, 0.0), [1, 2, 3], 3, False)
+    assert (record.forced, record.steps, record.proposed, record.accepted) == (6, 1, 3, 0)
+
+
 def test_places_are_sorted_by_the_logits_they_need():
     some = lambda *tokens: np.array(tokens)  # noqa: E731
     found = sort_places([[some(3, 9), None, some(9)], (), [some(1)]], [4, 1, 1])
