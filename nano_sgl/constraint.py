@@ -14,6 +14,8 @@ A grammar's state is an integer (grammar.py), so all that a request needs of its
              once: where a step takes longer than that (on a CPU always), tables are brought up to date after the forward pass, and nothing is lost.
   held       A request that has missed sits out until its row is there.
   drafts     States of a draft tree are a walk from its root. A guess that the grammar forbids, or whose state has no row, ends its branch.
+  few        Where a state is known to allow few tokens (jump.py), and to be the row's, the logits of others are not computed.
+  habits     Forced text is guessed as far as the model writes it as the tokenizer does: learned of each state, from what all requests write.
   the end    End ids are allowed where the text may end. Behind one a row is DEAD: it samples nothing more.
 
 Requests wait for their grammar before they are queued, so that nobody waits for them; equal grammars are one, compiled once.
