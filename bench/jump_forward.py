@@ -222,13 +222,13 @@ def count(machine: grammar.Grammar, wanted: bytes, into: Count) -> bool:
     ends = np.cumsum([len(vocab.tokens[token]) for token in ids])
     into.texts, into.tokens = into.texts + 1, into.tokens + len(ids)
     into.inside += sum(bool(inside[b - len(vocab.tokens[token]):b].all()) for token, b in zip(ids, ends))
-    state, at, first = machine.start, 0, True
+    state, at = machine.start, 0
     while at <= len(ids):
-        guesses = [] if first else chain(machine, state)            # the step that reads the prompt guesses nothing
+        guesses = chain(machine, state)
         right = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(guesses, ids[at:])))
         for token in ids[at:at + right + 1]:
             state = machine.step(state, token)
-        at, first = at + right + 1, False
+        at += right + 1
         into.sizes.append(1 + len(guesses))
     state, at, into.appended = machine.start, 0, into.appended + 1      # the end is sampled, too
     while at < len(wanted):                                         # the model's token, then what is forced behind

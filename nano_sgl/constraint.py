@@ -14,6 +14,8 @@ A grammar's state is an integer (grammar.py), so all that a request needs of its
              once: where a step takes longer than that (on a CPU always), tables are brought up to date after the forward pass, and nothing is lost.
   held       A request that has missed sits out until its row is there.
   drafts     States of a draft tree are a walk from its root. A guess that the grammar forbids, or whose state has no row, ends its branch.
+  few        Where a state is known to allow few tokens (jump.py), and to be the row's, the logits of others are not computed.
+  habits     Forced text is guessed as far as the model writes it as the tokenizer does: learned of each state, from what all requests write.
   the end    End ids are allowed where the text may end. Behind one a row is DEAD: it samples nothing more.
 
 Requests wait for their grammar before they are queued, so that nobody waits for them; equal grammars are one, compiled once.
@@ -25,6 +27,8 @@ request with an error. Source: SGLang's and XGrammar's masks are made on the hos
 
 from __future__ import annotations
 
+import itertools
+import operator
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -47,6 +51,8 @@ from .vocab import Vocab
 
 FOREVER = 2**62
 FADE, OFTEN = 0.2, 0.3     # how fast a request's habit is forgotten; share of steps from which on it is worth places in each of them
+LEARN = 0.4                # how much the last step counts of how far a chain is followed
+FOLLOWS, ROWS = 0.65, 10   # how likely a token of a chain must be to be worth its place, in steps of many rows; and of fewer, rows by ROWS
 
 
 @dataclass
@@ -69,15 +75,50 @@ class Constraint:
         if self.grammar.closing is not None and not self.grammar.has(state):
             self.grammar = self.grammar.closing
 
-    def forced(self, in_flight: bool) -> int:
-        """How many tokens are forced behind its state. in_flight: behind the state that it will have after a step that nobody knows yet: what that
-        leaves of them, or as many as ever, where it comes to forced text every few steps."""
-        here = len(self.grammar.tables.chain_of.get(self.state & INDEX, ()))
+    def watch(self, tokens: Sequence[int]) -> None:
+        """Its next tokens are these: how far they are the chain of its state, which not all models write as the tokenizer does."""
+        tables, index = self.grammar.tables, self.state & INDEX
+        if chain := tables.chain_of.get(index):
+            rates = tables.habits.setdefault(index, [1.0] * len(chain))     # of each token where those before it have come
+            for i, (guess, token) in enumerate(zip(chain, tokens)):
+                rates[i] += ((guess == token) - rates[i]) * LEARN
+                if guess != token:
+                    break
+
+    def _likely(self, least: float) -> int:
+        """How many tokens of its state's chain come with a probability of `least`."""
+        tables, index = self.grammar.tables, self.state & INDEX
+        chain, rates = tables.chain_of.get(index, ()), tables.habits.get(index)
+        return len(chain) if rates is None else sum(chance >= least for chance in itertools.accumulate(rates, operator.mul))
+
+    def forced(self, in_flight: bool, rows: int) -> int:
+        """How many tokens are forced behind its state, as far as guessing them pays off in a step of so many rows. in_flight: behind the state
+        that it will have after a step that nobody knows yet: what that leaves of them, or as many as ever, where it comes to forced text every few
+        steps."""
+        here = self._likely(min(rows / ROWS, FOLLOWS))
         self.longest = max(self.longest, here)
         if not in_flight:
             return here
         self.often += (bool(here) - self.often) * FADE
         return here - self.drafted - 1 if here > self.drafted else self.longest * (self.often > OFTEN)
+
+
+    def few(self, count: int) -> list[np.ndarray | None]:
+        """Of the first of `count` places at which it samples from its state on: the tokens that may come there, if they are few."""
+        return self.grammar.tables.few.get(self.state, [])[:count] if self.leave_at == FOREVER else []
+
+
+def sort_places(lists: Sequence[Sequence[np.ndarray | None]], counts: Sequence[int]) -> list[np.ndarray]:
+    """The places of a step, `counts` of each row; `lists` say of the first of a row what may come there, if that is few. (Places that need the logits
+    of all tokens, those that do not, the tokens of the latter), int64 each."""
+    needs_all, tokens, first = np.ones(sum(counts), bool), [], 0
+    for some, count in zip(lists, counts):
+        for place, allowed in enumerate(some, start=first):
+            if allowed is not None:
+                needs_all[place] = False
+                tokens.append(allowed)
+        first += count
+    return [np.flatnonzero(needs_all), np.flatnonzero(~needs_all), np.unique(np.concatenate(tokens)) if tokens else np.zeros(0, np.int64)]
 
 
 class Group(NamedTuple):

@@ -51,7 +51,7 @@ import torch
 
 from . import attention, sampling, spec, weights
 from .config import EngineConfig
-from .constraint import Compiling, Constraint, Constraints, Group, Walk, make_vocab, outcome, refusal
+from .constraint import Compiling, Constraint, Constraints, Group, Walk, make_vocab, outcome, refusal, sort_places
 from .eviction import EVICTION
 from .events import KVEvents
 from .grammar import Grammar
@@ -288,13 +288,15 @@ class Engine:
 
     def _queue(self, request: Request, seed: int, grammar: Grammar | None, since: float | None = None) -> None:
         params, ids = request.params, request.prompt_ids
-        req, prompt_logprobs = self.scheduler.add(request, seed, since), None
+        constraint = grammar and self.constraints.begin(grammar, request)
+        req = self.scheduler.add(request, seed, since, constraint.forced(False, len(self.streams) + 1) if constraint and self.constraints.jump else 0)
+        prompt_logprobs = None
         if grammar is not None and params.ignore_eos:  # the end of a grammar is an end all the same
             params = msgspec.structs.replace(params, ignore_eos=False, stop_token_ids=None)
         if params.prompt_logprobs is not None:
             prompt_logprobs = [Logprob(ids[0], None)] if params.logprob_start_len == 0 else []
         self.streams[request.rid] = Stream(req, TextStream(self.tokenizer, params, self.end_ids, req.max_new), Chunk(rid=request.rid),
-                                           prompt_logprobs, constraint=grammar and self.constraints.begin(grammar, request),
+                                           prompt_logprobs, constraint=constraint,
                                            rewrites=grammar is not None and self.config.jump_forward == "retokenize")
 
     def _queue_compiled(self) -> None:
@@ -355,12 +357,9 @@ class Engine:
             return {}
         reqs, in_flight = [req for req in self.scheduler.running if req.decodes], bool(self.flights)
         streams = [self.streams[req.rid] for req in reqs]
-        forced = [one.constraint.forced(req.in_flight > 0) if one.constraint and self.constraints.jump else 0 for req, one in zip(reqs, streams)]
-        chosen = self.speculation.choose(reqs, [one.record for one in streams], forced, self.scheduler.tree, in_flight)
-        for req, one in zip(reqs, streams):
-            if one.constraint is not None:
-                one.constraint.drafted = chosen.get(req, 0)
-        return chosen
+        forced = [one.constraint.forced(req.in_flight > 0, len(reqs)) if one.constraint and self.constraints.jump else 0
+                  for req, one in zip(reqs, streams)]
+        return self.speculation.choose(reqs, [one.record for one in streams], forced, self.scheduler.tree, in_flight)
 
     def _end_late_requests(self) -> None:
         for req in self.scheduler.expire():
@@ -387,18 +386,24 @@ class Engine:
         picked, drafts = np.flatnonzero(batch.samples), None
         if batch.draft_lens.any():
             drafts = self.speculation.plan([batch.reqs[i] for i in picked], batch.draft_lens[picked], ends[picked] - 1, batch.limits[picked])
+        constraints, counts = [self.streams[batch.reqs[i].rid].constraint for i in picked], (batch.draft_lens[picked] + 1).tolist()
+        known = [batch.reqs[i].in_flight == 1 and batch.reqs[i].params.logprobs is None for i in picked]  # its state is, and no logprobs are wanted
+        few = sort_places([one.few(n) if one and sure else () for one, n, sure in zip(constraints, counts, known)], counts)
+        for one, count in zip(constraints, counts):
+            if one is not None:
+                one.drafted = count - 1
         begun = [(req.row, one.state, one.leave_at) for req in batch.started if (one := self.streams[req.rid].constraint)]
         packed = Packed([*batch.writes.arrays(), *batch.writes.late(), batch.rows, batch.q_lens, batch.store_from, batch.limits, of_token, offset,
-                         ends - 1, picked, *np.array(begun, np.int64).reshape(-1, 3).T, *(drafts.packed if drafts else ())], self.device)
+                         ends - 1, picked, *np.array(begun, np.int64).reshape(-1, 3).T, *few, *(drafts.packed if drafts else ())], self.device)
         return Plan(work, packed, bool((batch.store_from > batch.starts).any()), bool((batch.kv_bounds > batch.limits).any()),
-                    int(batch.kv_bounds.max()) + 1, drafts, [self.streams[batch.reqs[i].rid].constraint for i in picked])
+                    int(batch.kv_bounds.max()) + 1, drafts, constraints)
 
     @torch.inference_mode()
     def _run(self, batch: Batch, plan: Plan) -> Results:
         """Run a step. Everything here is work in stream order; no value of the device is read, and of the host's only what the plan fixed:
         a request of the batch keeps its row until the step has landed, and gets no token before that."""
         began, rows, arrays = self._mark(), self.rows, plan.packed.send()
-        writes, copies, late, places, begun, guessed = (arrays[a:b] for a, b in itertools.pairwise((0, 8, 10, 13, 21, 24, len(arrays))))
+        writes, copies, late, places, begun, few, guessed = (arrays[a:b] for a, b in itertools.pairwise((0, 8, 10, 13, 21, 24, 27, len(arrays))))
         row_ids, q_lens, _, _, _, _, last, picked = places
         rows.put(*writes)
         for req in batch.started:
@@ -414,7 +419,7 @@ class Engine:
         results = Results(None, self._prompt_logprobs(batch, hidden), marks=[began])
         ends = start + q_lens                                      # [B] i64 each row's length after the step
         if len(picked):
-            logits = self.model.logits(hidden[last[picked] if guesses is None else guesses.at])  # [S or M, V] f32
+            logits = self.model.some_logits(hidden[last[picked] if guesses is None else guesses.at], *few)  # [S or M, V] f32
             known = ends[picked] if guesses is None else guesses.base + 1
             walk = Walk(self.constraints, self._groups, row_ids[picked], known, guesses) if self._groups else None
             if guesses is not None:
@@ -580,7 +585,9 @@ class Engine:
                 reason = stream.ending
             elif samples:
                 kept, reason, error = self._advance(stream, new, logprobs)
-                self.constraints.tokens += kept * (stream.constraint is not None)
+                if stream.constraint is not None:
+                    self.constraints.tokens += kept
+                    stream.constraint.watch(new[:kept])
                 if outcome is not None and kept:
                     self.speculation.learn(stream.record, outcome, new, kept, first=not req.output_ids)
                 if bad and not reason:
@@ -760,7 +767,7 @@ class Engine:
         chosen = {"dtype": str(self.model.dtype).removeprefix("torch."), "device": self.device, "context_length": self.context_len,
                   "max_running_requests": s.max_running, "max_total_tokens": s.slots.capacity, "chunked_prefill_size": s.token_budget,
                   "disable_overlap_schedule": not self.depth, "attention_backend": self.attention_backend, "threads": torch.get_num_threads(),
-                  "schedule_policy": s.policy_name}
+                  "schedule_policy": s.policy.name}
         if self.config.speculative_algorithm is not None:
             chosen["speculative_eagle_topk"] = self.speculation.options.branches
         return {**asdict(self.config), **chosen}

@@ -10,6 +10,9 @@ where forced text begins; ids that the model had chosen changed, and with them w
 forward pass judges all of it under the masks of its states, the model samples at each place as it always would, and what it writes otherwise is
 written otherwise. So it is exact, at any temperature, and a forced text of n tokens takes one step, not n.
 
+Few tokens. Where `name": "` has to come, only its beginnings may: a handful. So with a chain goes what its states, and the one behind, allow, if
+that is at most MAX_FEW tokens; then a step computes the logits of these alone (`Model.some_logits`), and the mask leaves the same as of all.
+
 Where a chain ends. The tokenizer may write the last forced bytes and the first free ones as one token: behind `":` comes ` "` before most texts,
 but ` "(` before a bracket; and a blank before a number is a token of its own in some vocabularies and a part of the number in others. So the
 text is tokenised once more with each of a few bytes that may follow, and a token stays in the chain if it does so behind most of them.
@@ -33,6 +36,7 @@ from .rules import time_limit
 from .vocab import Vocab
 
 MAX_CHAIN = 16
+MAX_FEW = 64                            # tokens: where no more may come, a step has no use for the logits of all
 FOLLOWERS = b'aT1 e5o"s{[-}]:,.t(n'    # bytes that may follow forced text: the commonest first
 MAX_FOLLOWERS = 8                       # of them are tried
 FRAMES = ("", "\n", '"', "a")           # what stands before a text when it is tokenised, if alone it comes out with a blank in front
@@ -111,14 +115,20 @@ def build_chain(grammar: Grammar, state: int, pause: Callable[[], bool] = lambda
             break
         path.append(after)
     grammar.row(path[-1])
-    ids = ids[:len(path) - 1]
+    ids, may_come = ids[:len(path) - 1], [few(grammar, at) for at in path]
     with grammar.shared.lock:
         start = tables.chain_tokens.append(np.array(ids, np.int32))
         for i, at in enumerate(path[:1] if goes_on or not ids else path[:-1]):      # of one that goes on, the others get longer ones of their own
             if at not in tables.chain_of:
-                tables.chain_of[at] = ids[i:]
+                tables.few[at], tables.chain_of[at] = may_come[i:], ids[i:]
                 tables.chains.append(np.array([[at, start + i, len(ids) - i]]))
     return ids
+
+
+def few(grammar: Grammar, state: int) -> np.ndarray | None:
+    """The tokens that may come in a state, [n] int64, if they are few."""
+    allowed = np.flatnonzero(np.unpackbits(grammar.mask(state).view(np.uint8), bitorder="little"))
+    return allowed if 0 < len(allowed) <= MAX_FEW else None
 
 
 def retokenized(grammar: Grammar, state: int, ids: list[int]) -> tuple[list[int], int] | None:

@@ -203,8 +203,14 @@ def linear(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None, ba
 
 def embedding(ids: torch.Tensor, weight: Weight, dtype: torch.dtype) -> torch.Tensor:
     """Rows `ids` [T] int64 of weight [V, E]: [T, E] dtype."""
+    rows = rows_of(weight, ids)
+    return dequantize(rows, dtype) if isinstance(rows, QuantizedWeight) else rows
+
+
+def rows_of(weight: Weight, ids: torch.Tensor) -> Weight:
+    """Rows `ids` [T] int64 of a matrix [N, K]."""
     if isinstance(weight, QuantizedWeight):
-        return dequantize(QuantizedWeight(weight.values[ids], weight.scales[ids]), dtype)
+        return QuantizedWeight(weight.values[ids], weight.scales[ids])
     return F.embedding(ids, weight)
 
 

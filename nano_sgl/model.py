@@ -229,9 +229,17 @@ class Model:
             h, residual = kernels.add_rms_norm(h, residual, layer.next_norm, self.config.rms_norm_eps)
         return h
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[N, E] -> [N, V] float32."""
-        return kernels.linear(hidden, self.head, dtype=torch.float32)
+    def logits(self, hidden: torch.Tensor, tokens: torch.Tensor | None = None) -> torch.Tensor:
+        """[N, E] -> [N, V] float32. tokens: [K] int64, of these alone: [N, K]."""
+        return kernels.linear(hidden, self.head if tokens is None else kernels.rows_of(self.head, tokens), dtype=torch.float32)
+
+    def some_logits(self, hidden: torch.Tensor, needs_all: torch.Tensor, others: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """[N, E] -> [N, V] float32: of all tokens at the rows `needs_all` [A], of `tokens` [K] at the `others` [N - A], where all else has -inf."""
+        if not len(others):
+            return self.logits(hidden)
+        logits = hidden.new_empty(len(hidden), self.config.vocab_size, dtype=torch.float32).index_fill_(0, others, -math.inf)
+        logits[others[:, None], tokens] = self.logits(hidden[others], tokens)
+        return logits.index_copy_(0, needs_all, self.logits(hidden[needs_all])) if len(needs_all) else logits
 
     def attention(self, layer: Layer, h: torch.Tensor, turn: torch.Tensor, batch: ForwardBatch, k_cache: torch.Tensor,
                   v_cache: torch.Tensor) -> torch.Tensor:

@@ -62,7 +62,7 @@ class Req:
     __slots__ = ("request", "params", "rid", "seed", "prompt", "output_ids", "prompt_len", "max_new", "last_column", "arrival", "before", "after",
                  "state", "leaving", "row", "place", "node", "own_start", "store_from", "own", "computed_len", "pending", "guessed", "constrained",
                  "held", "in_flight", "cached_tokens", "prompt_logprobs_from", "scored_len", "counted_len", "retractions", "queued_at",
-                 "queued_tokens", "started_at", "suspect_until", "spoiled", "_key")
+                 "queued_tokens", "started_at", "suspect_until", "spoiled", "forced", "_key")
 
     def __init__(self, request: Request, max_new: int, arrival: int, seed: int):
         self.request, self.params, self.rid, self.seed = request, request.params, request.rid, seed
@@ -84,6 +84,7 @@ class Req:
         self.computed_len = 0
         self.pending = 0                  # tokens being sampled in steps not yet committed, one a step
         self.guessed = 0                  # and as many more at most, where guesses turn out right, or a grammar's row is there in time
+        self.forced = 0                   # guesses for the step that samples first
         self.constrained = self.params.constrained  # its steps may sample nothing: none of them is `pending`
         self.held = False                 # sits out until its grammar's row is there
         self.in_flight = 0                # steps launched and not yet committed that hold this request
@@ -221,16 +222,15 @@ class Scheduler:
             raise RequestError(f"the prompt has {n} tokens; at most {limit - (wanted != 0)} fit "
                                f"(context and KV pool hold {limit} tokens, prompt and output together)", "prompt")
 
-    def add(self, request: Request, seed: int = 0, since: float | None = None) -> Req:
+    def add(self, request: Request, seed: int = 0, since: float | None = None, forced: int = 0) -> Req:
         """Queue a request with the seed of its noise, which has waited since `since` (now); its max_tokens is cut to what fits behind the prompt.
-
-        RequestError as `validate`, or where the id is in use.
-        """
+        forced: guesses for the step that samples first. RequestError as `validate`, or where the id is in use."""
         self.validate(request)
         if request.rid in self.reqs:
             raise RequestError(f"request id {request.rid!r} is already in use", "rid")
         room, wanted = self.max_total_len - len(request.prompt_ids), request.params.max_tokens
         req = Req(request, room if wanted is None else min(wanted, room), self._arrivals, seed)
+        req.forced = max(min(forced, req.max_new - 1), 0)
         req.queued_at, req.queued_tokens = self.clock() if since is None else since, self.counters.computed_tokens
         self._arrivals += 1
         self._events += 1
@@ -273,10 +273,6 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         return bool(self.waiting or self.running)
-
-    @property
-    def policy_name(self) -> str:
-        return self.policy.name
 
     # ------------------------------------------------------------------------------------------------------------------------ the pass
 
@@ -344,13 +340,17 @@ class Scheduler:
         return budget
 
     def _plan_prefill(self, req: Req, budget: int, plan: dict[Req, int]) -> int:
-        """Extend a request whose next tokens are all known, and which has adopted what there is, by up to `budget` of them; returns how many."""
+        """Extend a request whose next tokens are all known, and which has adopted what there is, by up to `budget`, guesses too; returns how many."""
         while True:
             retractions, seq_len = self.counters.retractions, req.seq_len
             upto = min(req.computed_len + budget, seq_len)
             if upto < seq_len:
                 upto -= upto % self.page  # a chunk ends with a page, so that all of it can enter the tree
-            missing = self._missing(req, seq_len - req.pending + self.reserve if upto == seq_len else upto)
+            guesses = min(req.forced, req.computed_len + budget - seq_len) if upto == seq_len else 0
+            missing = self._missing(req, seq_len - req.pending + self.reserve + guesses if upto == seq_len else upto)
+            if guesses and missing > self._free_slots:
+                req.forced = 0
+                continue
             if upto <= req.computed_len or missing > self._free_slots and not self._make_room(req, missing):
                 return 0
             if retractions == self.counters.retractions:
@@ -365,8 +365,8 @@ class Scheduler:
                 self._copy_begun_page(req, upto, plan)
             self._publish(req, upto)
             self._lead(req)
-        plan[req] = count = upto - req.computed_len
-        return count
+        plan[req], req.forced = upto - req.computed_len, guesses if upto == seq_len else req.forced
+        return plan[req] + guesses
 
     def _adopt(self, req: Req) -> None:
         """Take over what others have put into the tree beyond the request's own node."""
@@ -458,14 +458,15 @@ class Scheduler:
         order, shared = self._layout.arrange(plan)
         columns, computed = [], 0  # what the batch says of a row, row after row; tokens
         for req in order:
-            n, draft_len = plan[req], draft_lens.get(req, 0)
-            complete = req.computed_len + n == req.seq_len
+            n, complete = plan[req], req.computed_len + plan[req] == req.seq_len
             samples, owed_from = complete and req.max_new > 0, -1 if req.prompt_logprobs_from is None else req.prompt_logprobs_from
+            draft_len = draft_lens.get(req, req.forced if samples else 0)
             columns += (req.row, req.computed_len, n + draft_len, draft_len, req.guessed, req.columns, req.store_from, owed_from, complete, samples)
             computed += n + draft_len
             req.in_flight += 1
             req.computed_len += n
             req.guessed += draft_len
+            req.forced *= not samples
             if samples and not req.constrained:
                 req.pending += 1
             elif samples:  # or not: its last token may be computed again, and the tree has it
@@ -826,8 +827,7 @@ class Scheduler:
         assert leaders == sum(root.leaders for root in self.tree.roots.values()), "the tree does not know who computes a prompt"
         alive = sum(req.leaving != "done" for req in [*self.waiting, *self.running])
         assert len(self.reqs) == alive, "a request is neither waiting nor running"
-        if not self.running:
-            assert self.tree.protected == 0, f"{self.tree.protected} tokens stay locked though nothing runs"
+        assert self.running or self.tree.protected == 0, f"{self.tree.protected} tokens stay locked though nothing runs"
 
 
 def _demo() -> None:

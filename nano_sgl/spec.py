@@ -57,7 +57,6 @@ DECAY = 0.9              # by so much a guess is worth less than the one before 
 MAX_QUALITY = 15         # of guesses: `Lengths` keeps a record of each
 LONGEST, SHORTEST = 8, 2  # tokens that a match of `ngram` may and must have
 CHILDREN = 64            # children of a node that `radix` looks at
-FEW_ROWS, FOLLOWS, RETRY = 2, 0.75, 8   # in a step of more rows, forced text is drafted for those who write it as it is spelled; or are tried again
 Req = Any                # the scheduler's
 
 
@@ -425,8 +424,6 @@ class Record:
     first: int = -1                 # the best of them
     quality: int = 0
     forced: int = 0                 # tokens of forced text that were guessed right; no other number counts them
-    followed: float = 0.0           # recent tokens of forced text that were guessed right, and that were judged: they fade
-    led: float = 0.0
     dropped: int = 0                # steps whose tokens were dropped since the output was tokenised anew
     draft_s: float = 0.0            # seconds that making guesses took,
     verify_s: float = 0.0           # and the steps that verified some
@@ -600,8 +597,6 @@ class Speculation:
         found, drafted = [], []
         for req, record, first in zip(reqs, records, forced):
             count = record.ready if in_flight or record.grown == first else 0    # else it has become known since that more is forced
-            if first and len(reqs) > FEW_ROWS and record.led and record.steps % RETRY and record.followed < FOLLOWS * record.led:
-                first = count = 0       # a model that spells it in its own way: what is computed in vain costs as much as the rows' own tokens
             drafted.append(first)
             if self.host:
                 made = self._propose(req, tree, in_flight)
@@ -627,23 +622,19 @@ class Speculation:
 
     def learn(self, record: Record, outcome: Outcome, tokens: Sequence[int], kept: int, first: bool) -> None:
         """A row has sampled `tokens`, all but the last of which were guessed right; a stop or a limit leaves `kept` of them. first: they are the
-        first of the request, so nothing was guessed."""
+        first of the request, so no drafter has guessed."""
         deepest = outcome.deepest if kept == len(tokens) else kept - 1
         forced = min(outcome.forced, kept - 1)
-        if outcome.forced:
-            judged = forced + (forced < outcome.forced)
-            record.followed, record.led = (Lengths.FADE * old + new for old, new in ((record.followed, forced), (record.led, judged)))
         if self.lengths is not None and forced == outcome.forced:  # or what else was guessed had no chance
             self.lengths.learn(record, deepest - forced, tokens[forced:kept])
         record.grown = outcome.grown
         record.ready, record.first, record.quality = outcome.found, outcome.first, min(max(outcome.quality, 0), MAX_QUALITY)
         record.found = record.ready
         record.draft_s, record.verify_s = record.draft_s + outcome.draft_s, record.verify_s + outcome.verify_s
-        if not first:
-            for counted in (record, self.total):
-                counted.forced += forced
-                if forced == outcome.forced:
-                    counted.add(outcome.drafted - forced, deepest - forced, kept - 1 - forced)
+        for counted in (record, self.total):
+            counted.forced += forced
+            if not first and forced == outcome.forced:
+                counted.add(outcome.drafted - forced, deepest - forced, kept - 1 - forced)
 
     def _propose(self, req: Req, tree: Tree, in_flight: bool) -> tuple[list[int], list[int], list[float]]:
         rest = req.key()[TOKEN_BYTES * req.node.end:]

@@ -96,6 +96,8 @@ class Tables:
         self.vec, self.over_token, self.over_value = Pool(), Pool(), Pool()
         self.lines, self.states = Pool(4), Pool(5)
         self.chains, self.chain_tokens, self.chain_of = Pool(3), Pool(), {}     # of forced text: jump.py's
+        self.few: dict[int, list[np.ndarray | None]] = {}       # of a state and of those along its chain: all that may come, if it is few. jump.py's
+        self.habits: dict[int, list[float]] = {}    # how far the chain of a state is followed: constraint.py's
         self.exits = Pool(2)                        # (state in which a model thinks, state in which it closes that), before the row is built
         self.lines.append(np.array([[1, 0, -1, 0]]))
         self.rows: list[Row | None] = []            # by state

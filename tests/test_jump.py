@@ -14,9 +14,11 @@ from engines import make, overlapped, params, prompt, request, run, same
 from nano_sgl import LLM, SamplingParams
 from nano_sgl import grammar as grammars
 from nano_sgl import spec, weights
+from nano_sgl.constraint import Constraint, sort_places
 from nano_sgl.grammar import INDEX, REGISTER
-from nano_sgl.jump import MAX_CHAIN, build_chain, canonical, longest, retokenized, spell
+from nano_sgl.jump import MAX_CHAIN, MAX_FEW, build_chain, canonical, longest, retokenized, spell
 from nano_sgl.masks import DeviceTables
+from nano_sgl.model import Model, load
 from nano_sgl.vocab import Vocab
 
 PERSON = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 9}, "colour": {"enum": ["red", "green"]},
@@ -108,6 +110,10 @@ def test_a_chain_is_forced_text_whose_states_have_rows(kind, text, whitespace):
             assert grammar.tables.rows[at & INDEX] is not None
             at = grammar.step(at, token)
         assert grammar.tables.rows[at & INDEX] is not None
+        path = itertools.accumulate(chain, grammar.step, initial=state)
+        for at, allowed in zip(path, grammar.tables.few[state], strict=True):
+            mask = np.flatnonzero(np.unpackbits(grammar.mask(at).view(np.uint8), bitorder="little"))
+            assert len(mask) > MAX_FEW if allowed is None else allowed.tolist() == mask.tolist()
 
 
 @pytest.mark.parametrize("backend", ["torch", "cpp"])
@@ -156,14 +162,94 @@ def path(tree, row, node):
     return tokens[::-1]
 
 
-def test_forced_text_is_drafted_for_those_who_write_it_as_it_is_spelled():
-    made, reqs = spec.Speculation(None, spec.DraftOptions(), 8, 99, "cpu", None), ["a", "b", "c", "d"]
-    records = [spec.Record(), spec.Record(followed=3, led=3, steps=1), spec.Record(followed=1, led=4, steps=1), spec.Record(followed=1, led=4, steps=8)]
-    assert made.choose(reqs, records, [5, 0, 5, 5], None, False) == {"a": 5, "d": 5}, "d is tried again"
-    assert made.choose(reqs, records, [5, 7, 5, 0], None, False) == {"a": 5, "b": 7}
-    assert made.choose(reqs[2:], records[2:], [5, 5], None, False) == {"c": 5, "d": 5}, "a step of few rows has time"
-    made.learn(records[0], spec.Outcome(5, 5, 5, 0, -1, 0, 0, 0.0, 0.0), [1, 2, 3], 3, False)
-    assert (records[0].followed, records[0].led, records[0].forced) == (2, 3, 2)
+def test_a_chain_is_guessed_as_far_as_it_is_followed():
+    grammar = grammars.compile("json_schema", json.dumps(PERSON), vocab())
+    build_chain(grammar, grammar.start)
+    one, chain = Constraint(grammar, grammar.start), grammar.tables.chain_of[grammar.start]
+    assert len(chain) == one.forced(False, 16) == one.forced(False, 1) > 2
+    one.watch([*chain[:2], 0])
+    assert one.forced(False, 16) == 2 and one.forced(False, 1) == len(chain), "a step of one row has time"
+    for _ in range(9):
+        one.watch([0])
+    assert one.forced(False, 16) == one.forced(False, 1) == 0
+    one.watch([])
+    for _ in range(9):
+        one.watch(chain[:1])
+    assert one.forced(False, 16) == 2, "what was not guessed is learned all the same"
+    for _ in range(9):
+        one.watch([*chain, 0])
+    other = Constraint(grammar, grammar.start)
+    assert one.forced(False, 16) == other.forced(False, 16) == len(chain), "by all requests"
+
+
+def test_forced_text_counts_from_the_first_step_on():
+    made, record = spec.Speculation(None, spec.DraftOptions(), 8, 99, "cpu", None), spec.Record()
+    for first in (True, False):
+        made.learn(record, spec.Outcome(5, 5, 5, 0, -1, 0, 0, 0.0, 0.0), [1, 2, 3], 3, first)
+    assert record.forced == made.total.forced == 4 and record.steps == 0, "where a chain was not followed, what else was guessed had no chance"
+    made.learn(record, spec.Outcome(5, 5, 2, 0, -1, 0, 0, 0.0, 0.0), [1, 2, 3], 3, False)
+    assert (record.forced, record.steps, record.proposed, record.accepted) == (6, 1, 3, 0)
+
+
+def test_places_are_sorted_by_the_logits_they_need():
+    some = lambda *tokens: np.array(tokens)  # noqa: E731
+    found = sort_places([[some(3, 9), None, some(9)], (), [some(1)]], [4, 1, 1])
+    assert [part.tolist() for part in found] == [[1, 3, 4], [0, 2, 5], [1, 3, 9]]
+    found = sort_places([(), [None, None]], [1, 2])
+    assert [part.tolist() for part in found] == [[0, 1, 2], [], []] and all(part.dtype == np.int64 for part in found)
+
+
+@pytest.mark.parametrize("dtype, quantization", [("float32", None), ("bfloat16", None), ("float32", "int8")])
+def test_logits_of_a_few_tokens_are_those_among_all(path, dtype, quantization):
+    model = load(path, dtype, quantization=quantization, progress=False)
+    hidden = torch.randn(7, model.config.hidden_size).to(model.dtype)
+    places, tokens = [torch.tensor(ids) for ids in ([0, 3, 4], [1, 2, 5, 6])], torch.tensor([2, 5, 77, model.config.vocab_size - 1])
+    every, some = model.logits(hidden), model.some_logits(hidden, *places, tokens)
+    near = dict(rtol=0, atol=1e-5 if dtype == "float32" else 0.02)
+    torch.testing.assert_close(some[places[0]], every[places[0]], **near)
+    torch.testing.assert_close(some[places[1]][:, tokens], every[places[1]][:, tokens], **near)
+    assert (some[places[1]] > -torch.inf).sum() == 16
+    none = torch.zeros(0, dtype=torch.int64)
+    assert torch.equal(model.some_logits(hidden, torch.arange(7), none, none), every)
+    torch.testing.assert_close(model.some_logits(hidden, none, torch.arange(7), tokens)[:, tokens], every[:, tokens], **near)
+
+
+def test_who_wants_logprobs_needs_all_logits(path, monkeypatch):
+    asked = []
+    real = Model.logits
+    monkeypatch.setattr(Model, "logits", lambda self, hidden, tokens=None: asked.append((len(hidden), tokens)) or real(self, hidden, tokens))
+    engine = make(path)
+    for logprobs in (None, 1):
+        for _ in range(2):
+            asked.clear()
+            run(engine, [request(f"{i}", prompt(5, i), params(json_schema=PERSON, max_tokens=30, logprobs=logprobs, seed=i)) for i in range(3)])
+        alone = sum(count for count, tokens in asked if tokens is not None)
+        assert alone == 0 if logprobs else alone > 20, f"{alone} places"
+    engine.shutdown()
+
+
+@pytest.mark.parametrize("flags", [dict(), dict(page_size=4), dict(chunked_prefill_size=8), dict(page_size=4, chunked_prefill_size=16)], ids=str)
+@pytest.mark.parametrize("device, depth", [("inline", 0), ("late", 2)])
+def test_what_is_forced_first_is_guessed_by_the_step_that_reads_the_prompt(path, reference, flags, device, depth):
+    engine = make(path, **flags) if device == "inline" else overlapped(path, device, depth, **flags)
+    form = dict(regex="name: (red|green)", ignore_eos=False)
+    grammar = engine.constraints.compiler.submit("regex", form["regex"]).result()
+    while grammar.start not in grammar.tables.chain_of:
+        run(engine, [request("w", prompt(3, 9), params(**form, max_tokens=9))])
+    first, plan = {}, engine._plan
+
+    def see(batch):
+        for req, samples, guesses in zip(batch.reqs, batch.samples, batch.draft_lens.tolist()):
+            if samples:
+                first.setdefault(req.rid, guesses)
+        return plan(batch)
+    engine._plan = see
+    asked = [request(f"{i}", prompt(n, i), params(**form, max_tokens=most)) for i, (n, most) in enumerate([(6, 30), (6, 1), (6, 3), (1, 30), (5, 0)])]
+    answers = run(engine, asked)
+    for one in asked:
+        same(answers[one.rid], reference(one))
+    assert 2 <= first["0"] <= 6 if "chunked_prefill_size" in flags else first == {"0": 6, "1": 0, "2": 2, "3": 6}
+    engine.shutdown()
 
 
 GRAMMARS = [dict(json_schema=PERSON), dict(json_schema=PERSON, json_whitespace="flexible"), dict(regex="name: (red|green), (tag ){3}end"),

@@ -804,3 +804,25 @@ def test_the_queue_keeps_the_order_of_arrival_when_requests_come_back():
         queue.remove(one)
         taken.append(one)
     assert taken == there and not queue
+
+
+@pytest.mark.parametrize("page", [1, 4])
+def test_guesses_come_with_the_last_chunk_of_a_prompt(page):
+    """As many as there are tokens asked for behind them, budget and memory."""
+    def first(n, forced, max_tokens=50, **fields):
+        d = Driver(page=page, **fields)
+        made = d.scheduler.add(Request(rid="a", prompt_ids=ids(n), params=SamplingParams(max_tokens=max_tokens)), forced=forced)
+        counts = []
+        while made.rid in d.scheduler.reqs and len(counts) < 9 and not made.output_ids:
+            batch = d.step(ends=lambda req: True)
+            counts.append(int(batch.draft_lens[0]))
+            assert batch.num_tokens <= d.scheduler.token_budget and (not counts[-1] or batch.limits[0] >= n + counts[-1])
+        assert made.forced == 0
+        return counts
+    assert first(10, 6) == [6] and first(10, 6, max_tokens=3) == [2] and first(10, 6, max_tokens=1) == [0]
+    assert first(10, 6, budget=12) == [2] and first(12, 6, budget=8) == [0, 4] and first(8, 6, budget=8) == [0]
+    d = Driver(page=page, pool=44)
+    d.scheduler.ratio = 0.0
+    d.add(ids(20), max_tokens=12)
+    late = d.scheduler.add(Request(rid="b", prompt_ids=ids(13, 500), params=SamplingParams(max_tokens=12)), forced=11)
+    assert d.step().draft_lens.tolist() == [0, 0] and late.retractions == 0, "nobody makes room for guesses"

@@ -140,8 +140,8 @@ class Plain:
         model, seen = self.engine.model, []
         head = model.logits
 
-        def logits(hidden):
-            seen.append(head(hidden).clone())
+        def logits(hidden, *tokens):
+            seen.append(head(hidden, *tokens).clone())
             return seen[-1].clone()
         model.logits = logits
         self._run(engines.request("logits", ids, SamplingParams(temperature=0, max_tokens=1)))
