@@ -37,14 +37,14 @@ from .normal_form import normalize
 from .rules import Byte, Cat, GrammarError, Or, Repeat, Rules, tick
 from .vocab import Vocab
 
-AHEAD, LOOPS = 16, 80            # states of a literal that are made at once; bytes that come back to a state
+AHEAD, LOOPS = 64, 80            # states of a literal that are made at once; bytes that come back to a state
 MAX_STATES = 60_000             # of an automaton, 1 KB each; less than 65,535
 SMALL = 8                       # positions that are walked one by one rather than as arrays,
 FEW = 100                       # with no more tokens below
 FEW_MERGED = 2048               # positions of several sets, up to which they are sorted
 MANY, MANY_LEVELS = 1 / 5, 16   # a part of the vocabulary that is walked as whole levels, so far down
 DEAD, UNKNOWN = -1, -2
-_NONE, _ONLY_EMPTY = np.zeros(0, np.int32), frozenset((EMPTY,))
+_NONE, _ONLY_EMPTY, _NO_MEMBERS = np.zeros(0, np.int32), frozenset((EMPTY,)), frozenset()
 
 
 class NodeSet:
@@ -269,6 +269,7 @@ class Automaton:
         self.root = NodeSet(np.zeros(1, np.int32))
         self._at: dict[int, NodeSet] = {0: self.root}
         self._beside: dict[int, int] = {}
+        self._bytes: dict[int, int] = {}
         self.wide: dict[tuple[int, bool], bool] = {}    # of (state, counted) where rows have met much: whether it is all in its own template
         self.template_bytes, self._number = 0, itertools.count().__next__
 
@@ -277,41 +278,60 @@ class Automaton:
         members = frozenset(members)
         q = self._ids.get(members)
         if q is None:
-            q = self._ids[members] = len(self.members)
-            if q >= MAX_STATES:
-                raise GrammarError(f"more than {MAX_STATES} states", "grammar")
-            if q == len(self.delta) - 1:
-                self.delta = np.concatenate([self.delta[:q], np.full((min(q, MAX_STATES + 1 - q), 256), UNKNOWN, np.int32), self.delta[q:]])
-                self._flags = np.concatenate([self._flags[:, :q], np.zeros((2, len(self.delta) - 1 - q), bool), self._flags[:, q:]], 1)
-            self.members.append(members)
-            accepts = any([self.nodes.nullable[node] for node in members])
-            self.accepts.append(accepts)
-            self._flags[0, q] = accepts
-            self.goes_on.append(members != _ONLY_EMPTY)
-            self.alive.append(0)
+            q = self._ids[members] = self._add(1)
+            self.members[q], self.goes_on[q] = members, members != _ONLY_EMPTY
+            self.accepts[q] = self._flags[0, q] = any([self.nodes.nullable[node] for node in members])
             tick()
         return q
 
+    def _add(self, number: int) -> int:
+        """So many states more; the first of them. They do not accept."""
+        q, room = len(self.members), len(self.delta) - 1
+        if q + number > MAX_STATES:
+            raise GrammarError(f"more than {MAX_STATES} states", "grammar")
+        if q + number > room:
+            more = min(max(room, number), MAX_STATES - room)
+            self.delta = np.concatenate([self.delta[:room], np.full((more, 256), UNKNOWN, np.int32), self.delta[room:]])
+            self._flags = np.concatenate([self._flags[:, :room], np.zeros((2, more), bool), self._flags[:, room:]], 1)
+        for column, value in ((self.members, _NO_MEMBERS), (self.accepts, False), (self.goes_on, True), (self.alive, 0)):
+            column += [value] * number
+        return q
+
     def expand(self, q: int) -> None:
-        """Fill the state's row of `delta`; in a literal, those of the next AHEAD states, too."""
-        for _ in range(AHEAD):
-            if self._flags[1, q]:
-                break
-            arcs = [arc for node in self.members[q] for arc in self.nodes.linear(node)]
-            parts = [(arcs[0][0], arcs[0][1:])] if len(arcs) == 1 else split_bytes(arcs)
-            targets = [(mask, self.state(nodes)) for mask, nodes in parts]
-            row, alive = self.delta[q], 0
-            row.fill(DEAD)
-            for mask, to in targets:
-                alive |= mask
-                if mask & mask - 1:
-                    row[bits_of(mask)[0]] = to
-                else:
-                    row[mask.bit_length() - 1] = to
-            self.alive[q], self._flags[1, q] = alive, True
-            if alive & alive - 1 or not alive:
-                break
-            q = to
+        """Fill the state's row of `delta`; in a literal, also those of the states up to its end."""
+        if self._flags[1, q] or self._expand_literal(q):
+            return
+        targets = [(mask, self.state(nodes)) for mask, nodes in split_bytes([arc for node in self.members[q] for arc in self.nodes.linear(node)])]
+        row, alive = self.delta[q], 0
+        row.fill(DEAD)
+        for mask, to in targets:
+            alive |= mask
+            row[bits_of(mask)[0] if mask & mask - 1 else mask.bit_length() - 1] = to
+        self.alive[q], self._flags[1, q] = alive, True
+
+    def _expand_literal(self, q: int) -> bool:
+        """The same where a few bytes must come, one after the other. What is left of a literal is not looked up among the nodes: it is long."""
+        (node,) = self.members[q] if len(self.members[q]) == 1 else (EMPTY,)
+        kind, *parts = self.nodes.keys[node]
+        text = [] if kind != "cat" else list(itertools.takewhile(lambda byte: byte >= 0, map(self._byte_of, parts[:AHEAD])))
+        if len(text) < 2:
+            return False
+        end, first = self.state((self.nodes.cat(parts[len(text):]),)), self._add(len(text) - 1)
+        here = [q, *range(first, first + len(text) - 1)]
+        self.delta[here] = DEAD
+        self.delta[here, text] = [*here[1:], end]
+        self._flags[1, here] = True
+        for state, byte in zip(here, text):
+            self.alive[state] = 1 << byte
+        return True
+
+    def _byte_of(self, node: int) -> int:
+        """The byte that a node stands for, -1 if it is not one alone."""
+        found = self._bytes.get(node)
+        if found is None:
+            kind, *parts = self.nodes.keys[node]
+            found = self._bytes[node] = parts[0].bit_length() - 1 if kind == "byte" and not parts[0] & parts[0] - 1 else -1
+        return found
 
     def beside(self, q: int) -> int:
         """The state, not q, to which most bytes lead, from q and from there: what follows q is the same but for a few texts. DEAD: there is none."""

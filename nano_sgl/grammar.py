@@ -398,9 +398,7 @@ class Grammar:
             found = self._set_ids[key] = len(self._sets)
             self._sets.append((may_end, key[1:]))
             self._places += len(configs) + 1
-            if self.places > MAX_PLACES:
-                raise GrammarError(f"the grammar is too ambiguous: its states hold more than {MAX_PLACES} places in its rules", "grammar")
-            tick()
+            self._check_size()
         return found
 
     def _uncovered(self, merged: dict[tuple[int, int, int], int]) -> dict[tuple[int, int, int], int]:
@@ -442,9 +440,7 @@ class Grammar:
         key = accept_from, configs
         index = self._state_ids.get(key)
         if index is None:
-            if len(self._state_ids) >= MAX_GRAMMAR_STATES:
-                raise GrammarError(f"the grammar needs more than {MAX_GRAMMAR_STATES} states", "grammar")
-            index = self._state_ids[key] = self.tables.add_state(accept_from)
+            index = self._state_ids[key] = self.tables.add_states(1, accept_from)
             self._configs[index] = configs
         return index, keep, add
 
@@ -537,6 +533,42 @@ class Grammar:
             found = self._joined[key] = self._value(tuple(lines))
         return found
 
+    def _values_of(self, readings: list[tuple[int, int]]) -> list[int]:
+        """Of each (state of the automaton, stack) the value that always leads to this reading alone. Rows of new text are made of these."""
+        tables, found, always = self.tables, [], (0, INF)
+        state = start = tables.states.size
+        line = tables.lines.size
+        for q, stack in readings:
+            config = q, stack, 0, 0
+            which = self._set_ids.get((False, config))
+            if which is not None:
+                found.append(self._value(((*always, which),)))
+                continue
+            which = self._set_ids[False, config] = len(self._sets)
+            self._sets.append((False, (config,)))
+            found.append(len(self._values))
+            self._value_ids[((*always, which),)] = found[-1]
+            self._values.append(((*always, which),))
+            self._state_ids[INF, (config,)], self._configs[state], self._entries[found[-1]] = state, (config,), line
+            state, line = state + 1, line + 1
+        if state > start:
+            lines = np.zeros((state - start, 4), np.int32)
+            lines[:, 1], lines[:, 2] = INF, np.arange(start, state)
+            tables.lines.append(lines)
+            tables.add_states(state - start, INF)
+            self._places += 2 * (state - start)
+            self._check_size()
+        return found
+
+    def _check_size(self) -> None:
+        if len(self._state_ids) > MAX_GRAMMAR_STATES:
+            raise GrammarError(f"the grammar needs more than {MAX_GRAMMAR_STATES} states", "grammar")
+        if self.places > MAX_PLACES:
+            raise GrammarError(f"the grammar is too ambiguous: its states hold more than {MAX_PLACES} places in its rules", "grammar")
+        if self.tables.nbytes > MAX_TABLE_BYTES:
+            raise GrammarError(f"the grammars need more than {MAX_TABLE_BYTES >> 20} MiB", "grammar")
+        tick()
+
     def _entries_of(self, values: list[int]) -> list[int]:
         """Values in the tables: the index of the first line of each. Makes the states that they lead to."""
         known, fresh, lines = self._entries, {}, []
@@ -548,8 +580,7 @@ class Grammar:
                     lines.append((low, high, index, add << ADD_SHIFT | KEEP * keep | MORE))
                 lines[-1] = (*lines[-1][:3], lines[-1][3] & ~MORE)
         if lines:
-            if self.tables.nbytes > MAX_TABLE_BYTES:
-                raise GrammarError(f"the grammars need more than {MAX_TABLE_BYTES >> 20} MiB", "grammar")
+            self._check_size()
             self.tables.lines.append(np.array(lines, np.int32))
             known.update(fresh)
         return [known[value] for value in values]

@@ -28,6 +28,7 @@ Source: XGrammar (Dong et al. 2024) for tokens that need no look at the stack.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from operator import ne
 
 import numpy as np
@@ -118,44 +119,58 @@ class RowBuilder:
 
     def _by_reading(self, walker) -> Row | None:
         """By C++; None if the readings are too many, or too many are wide."""
-        grammar, automaton, places, begin = self.grammar, self.automaton, self.grammar._readings, self._beginnings()
-        below: dict[tuple, list] = {}               # (node, state, counted) -> (place, x), of what should be a template
+        begin, places = self._beginnings(), self.grammar._readings
+        self.below: dict[tuple, list] = {}          # (node, state, counted) -> (place, x), of what is much behind a token's beginning
         leaves_out = True
         while True:
-            seeds, exits, wide = [], [], {}
-            for (q, *where), x in begin:
-                counted, place = where[1] > 0, places.of(*where)
-                inside = automaton.wide.get((q, counted))
-                if inside or inside is None and not counted and automaton.beside(q) != DEAD:
-                    wide.setdefault((0, q, counted), []).append((place, x))
-                else:
-                    seeds.append((q, place, x, inside is not None, SOLE))
-            if len(wide) + len(below) > MAX_JOINT:
-                if not leaves_out:
-                    return None
-                leaves_out, below = False, {}
-            wide |= below
+            seeds, exits, wide = self._sort(begin)
+            if len(wide) > MAX_JOINT:
+                return None
+            if len(wide) + len(self.below) > MAX_JOINT:
+                leaves_out, self.below = False, {}
+            wide |= self.below
             self.dense = [self._take_template(*piece, same, exits, seeds, len(wide) == 1) for piece, same in wide.items()]
             which, vec = self._base() if wide else (0, [0])
-            found = walker.read(seeds, exits, self.tables.maps[which] if wide else None, automaton, places, leaves_out)
-            if isinstance(found, int):
-                q, place, _, _, beside = seeds[found]
-                counted = places.keys[place][1] > 0
-                if beside != SOLE:
-                    automaton.unlike(q)
-                automaton.wide[q, counted] = automaton.template(q, automaton.root, counted).size > DENSE
-                continue
+            found = walker.read(seeds, exits, self.tables.maps[which] if wide else None, self.automaton, places, leaves_out)
             if found is None:
                 return None
-            left = sum(map(len, below.values()))
-            for node, q, place, x in found[4]:
-                same = below.setdefault((node, q, places.keys[place][1] > 0), [])
-                if (place, x) not in same:
-                    same.append((place, x))
-            if sum(map(len, below.values())) == left:
-                break
-        tokens, groups, pairs, leaves, _ = found
-        of_leaf = [self._value(*leaf) for leaf in leaves]
+            if isinstance(found, int):
+                self._learn(*seeds[found])
+            elif not self._leave(found[4]):
+                return self._gather(which, vec, *found[:4])
+
+    def _sort(self, begin: list[tuple[tuple, int]]) -> tuple[list, list, dict]:
+        """(what is followed from the root, as `TrieWalker.read` has it; no exits yet; wide pieces: (node, state, counted) -> (place, x))."""
+        automaton, places, seeds, wide = self.automaton, self.grammar._readings, [], {}
+        for (q, stack, loop, count), x in begin:
+            counted, place = loop > 0, places.of(stack, loop, count)
+            inside = automaton.wide.get((q, counted))
+            if inside or inside is None and not counted and automaton.beside(q) != DEAD:
+                wide.setdefault((0, q, counted), []).append((place, x))
+            else:
+                seeds.append((q, place, x, inside is not None, SOLE))
+        return seeds, [], wide
+
+    def _learn(self, q: int, place: int, x: int, is_long: bool, beside: int) -> None:
+        """Following it from the root was too much."""
+        counted = self.grammar._readings.keys[place][1] > 0
+        if beside != SOLE:
+            self.automaton.unlike(q)
+        self.automaton.wide[q, counted] = self.automaton.template(q, self.automaton.root, counted).size > DENSE
+
+    def _leave(self, left: list[list[int]]) -> bool:
+        """Whether something was left out that is not in `below` yet."""
+        fresh = False
+        for node, q, place, x in left:
+            same = self.below.setdefault((node, q, self.grammar._readings.keys[place][1] > 0), [])
+            if (place, x) not in same:
+                same.append((place, x))
+                fresh = True
+        return fresh
+
+    def _gather(self, which: int, vec: list[int], tokens: np.ndarray, groups: np.ndarray, pairs: list[int], leaves: list[list[int]]) -> Row:
+        """From a map, the value of each of its classes, and what `TrieWalker.read` has found."""
+        grammar, of_leaf = self.grammar, self._values(leaves)
         values, below = [], []                      # of each group, and of its class
         for pair in pairs:
             before, value = pair >> 32, of_leaf[pair & INDEX]
@@ -181,7 +196,7 @@ class RowBuilder:
         beside = self.automaton.beside(q) if alone and not counted and not node else DEAD
         template, known = self.automaton.template(q if beside == DEAD else beside, self.automaton.at(node), counted), None
         for place, x in below:
-            values = [self._value(place, to, begun, x) for to, begun in template.classes]
+            values = self._values([(place, to, begun, x) for to, begun in template.classes])
             known = values if known is None else list(map(self.grammar._join, known, values))
             if template.exits is not None:
                 exits.append((place, template.exits, x))
@@ -191,6 +206,17 @@ class RowBuilder:
 
     def _after(self, stack: int) -> tuple:
         return self.grammar._sets[self.grammar._closure(stack)][1]
+
+    def _values(self, leaves: Sequence[Sequence[int]]) -> list[int]:
+        """The values of leaves (place, state, begun, x). Most are new readings that hold always: these together."""
+        places, accepts, known, new = self.grammar._readings, self.automaton.accepts, self.grammar._readings.values, []
+        for place, to, begun, x in leaves:
+            if x < 0 and (place, to, begun) not in known and not places.keys[place][1] and not accepts[to]:
+                new.append((place, to))
+        if new:
+            found = self.grammar._values_of([(to, places.keys[place][0]) for place, to in new])
+            known.update(((place, to, 0), value) for (place, to), value in zip(new, found))
+        return [self._value(*leaf) for leaf in leaves]
 
     def _value(self, place: int, to: int, begun: int, x: int) -> int:
         """The value of a leaf."""
@@ -438,6 +464,9 @@ def _demo() -> None:
 
         def _join(self, a: int, b: int) -> int:
             return a or b
+
+        def _values_of(self, readings: list[tuple[int, int]]) -> list[int]:
+            return [self._value(((0, INF, self._set(False, ((q, stack, 0, 0),))),)) for q, stack in readings]
 
         def _entries_of(self, values: list[int]) -> list[int]:
             return values

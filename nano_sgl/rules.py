@@ -33,8 +33,7 @@ import itertools
 import re
 import threading
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -130,15 +129,18 @@ class Clock(threading.local):
 CLOCK, TICKS = Clock(), itertools.count()
 
 
-@contextmanager
-def time_limit(deadline: float | None, lock: threading.RLock | None = None) -> Iterator[None]:
+class time_limit:  # noqa: N801 (it is used as a function)
     """Within, `tick` raises GrammarError after `deadline` (time.monotonic; None: never) and lets others have `lock`, which this thread holds once."""
-    before = CLOCK.deadline, CLOCK.lock
-    CLOCK.deadline, CLOCK.lock = min(before[0], float("inf") if deadline is None else deadline), lock
-    try:
-        yield
-    finally:
-        CLOCK.deadline, CLOCK.lock = before
+
+    def __init__(self, deadline: float | None, lock: threading.RLock | None = None):
+        self.deadline, self.lock = float("inf") if deadline is None else deadline, lock
+
+    def __enter__(self) -> None:
+        self.before = CLOCK.deadline, CLOCK.lock
+        CLOCK.deadline, CLOCK.lock = min(CLOCK.deadline, self.deadline), self.lock
+
+    def __exit__(self, *error: object) -> None:
+        CLOCK.deadline, CLOCK.lock = self.before
 
 
 def tick() -> None:

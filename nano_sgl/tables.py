@@ -109,9 +109,12 @@ class Tables:
         pools = (self.vec, self.over_token, self.over_value, self.lines, self.states)
         return sum(pool.array.nbytes for pool in pools) + len(self.maps) * self.maps[0].nbytes
 
-    def add_state(self, accept_from: int) -> int:
-        self.rows.append(None)
-        return self.states.append_one((-1, 0, 0, 0, accept_from))
+    def add_states(self, number: int, accept_from: int) -> int:
+        """The first of so many new states, without rows."""
+        self.rows += [None] * number
+        if number == 1:
+            return self.states.append_one((-1, 0, 0, 0, accept_from))
+        return self.states.append(np.array([(-1, 0, 0, 0, accept_from)] * number))
 
     def add_map(self, classes: np.ndarray, sizes: np.ndarray | None = None) -> int:
         """`classes` by token, 0 for what is not allowed; `sizes`: how many tokens each has."""
@@ -154,7 +157,7 @@ def _demo() -> None:
     """Rows of a small vocabulary: inside a word of letters, and behind a number that a word may follow."""
     vocab = Vocab([b"a", b"b", b"ab", b"1", b"12", b"1a", None], [6])
     tables = Tables(vocab)
-    inside, behind = (tables.add_state(accept_from) for accept_from in (0, 0))
+    inside, behind = (tables.add_states(1, accept_from) for accept_from in (0, 0))
     letters, digits = np.array([1, 1, 1, 0, 0, 0, 0], np.int16), np.array([0, 0, 0, 1, 1, 2, 0], np.int16)
     line = {state: tables.lines.append(np.array([[0, 0, state, 0]])) for state in (inside, behind)}
     none = np.zeros(0, np.int32)
