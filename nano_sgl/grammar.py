@@ -30,7 +30,7 @@ Invariants. Every state has a completion over the bytes that tokens have. States
 Tables for all grammars of a vocabulary, so that a batch of different grammars is one gather. What has the same top and was pushed at the same time
 is one stack.
 
-Cost: a row that exists one list index; a new one 0.1 to 0.6 ms, 1 to 2 if a large template is new, too (by numpy twice that); hundreds if words of
+Cost: a row that exists one list index; a new one some 0.1 ms, 1 to 2 if a large template is new, too (rows.py); by numpy 0.3, 3; hundreds if words of
 any length may be split anywhere, `(\\w{1,20} ?){1,9}`. Where it stops: tables are given back only all at once (`Shared.full`: compile begins new
 ones, the old grammars keep theirs); a grammar that can be read in more than MAX_READINGS ways at once, or takes MAX_ROW_S for a row, raises
 GrammarError when it gets there; a token's text is taken to be its bytes, whatever stands before it.
@@ -554,8 +554,8 @@ class Grammar:
         if state > start:
             lines = np.zeros((state - start, 4), np.int32)
             lines[:, 1], lines[:, 2] = INF, np.arange(start, state)
-            tables.lines.append(lines)
             tables.add_states(state - start, INF)
+            tables.lines.append(lines)
             self._places += 2 * (state - start)
             self._check_size()
         return found
