@@ -44,7 +44,7 @@ from decimal import Decimal
 from typing import NamedTuple
 
 from . import regex
-from .rules import (ALL, BYTES, EMPTY, LAST_CHAR, NEVER, SURROGATES, Byte, Cat, Expr, GrammarError, Ranges, Ref, Repeat, alt, cat, chars,
+from .rules import (ALL, BYTES, EMPTY, LAST_CHAR, NEVER, SURROGATES, Byte, Cat, Expr, GrammarError, Ranges, Ref, Repeat, alt, blocks, cat, chars,
                     clip, complement, literal, repeat, show, tick, union)
 
 MAX_STATES = 3000  # of one product
@@ -54,20 +54,16 @@ MAX_POWER = 300    # of ten, where a number is bounded: what doubles hold with a
 
 # -- characters of a string --
 
+HEXES = [sum(1 << ord(char) for char in {f"{digit:x}", f"{digit:X}"}) for digit in range(16)]
+
+
+@functools.lru_cache(maxsize=4096)
 def hexes(ranges: Ranges, digits: int) -> Expr:
     """Numbers out of the ranges as so many hexadecimal digits."""
     if not digits:
         return EMPTY
-    below: dict[int, list[tuple[int, int]]] = {}
-    size = 16 ** (digits - 1)
-    for first, last in ranges:
-        for top in range(first // size, last // size + 1):
-            below.setdefault(top, []).append((max(first - top * size, 0), min(last - top * size, size - 1)))
-    tops: dict[Ranges, int] = {}
-    for top, tail in below.items():
-        for char in {f"{top:x}", f"{top:X}"}:
-            tops[tuple(tail)] = tops.get(tuple(tail), 0) | 1 << ord(char)
-    return alt([cat([Byte(mask), hexes(union(tail), digits - 1)]) for tail, mask in tops.items()])
+    return alt([cat([Byte(sum(HEXES[top] for first, last in tops for top in range(first, last + 1))), hexes(tail, digits - 1)])
+                for tail, tops in blocks(ranges, 16 ** (digits - 1)).items()])
 
 
 SHORT = {'"': '"', "\\": "\\", "/": "/", "\b": "b", "\f": "f", "\n": "n", "\r": "r", "\t": "t"}
@@ -78,18 +74,14 @@ def spelled(ranges: Ranges, plain: bool = False) -> Expr:
     """One character out of the ranges as a JSON string may spell it: raw, by a short escape, by one \\uHHHH or by two. plain: what ASCII can print is
     not written as \\uHHHH."""
     raw = complement(union([*complement(ranges), (0, 31), (34, 34), (92, 92)]))
-    short = [ord(letter) for char, letter in SHORT.items() if clip(ranges, ord(char), ord(char))]
+    ascii_only = clip(ranges, 0, 127)
+    short = [ord(letter) for char, letter in SHORT.items() if clip(ascii_only, ord(char), ord(char))]
     plane = clip(ranges, 0, SURROGATES[0] - 1) + clip(ranges, SURROGATES[1] + 1, 0xFFFF)
     plane = clip(plane, 0, 31) + clip(plane, 127, 0xFFFF) if plain else plane
-    pairs: dict[int, list[tuple[int, int]]] = {}
-    for first, last in clip(ranges, 0x10000, LAST_CHAR):
-        for high in range(first >> 10, (last >> 10) + 1):
-            pairs.setdefault(high, []).append((max(first - (high << 10), 0), min(last - (high << 10), 1023)))
-    tails: dict[Ranges, list[tuple[int, int]]] = {}
-    for high, tail in pairs.items():
-        tails.setdefault(tuple(tail), []).append((0xD800 + high - 64,) * 2)
-    escaped = [hexes(plane, 4)] + [cat([hexes(union(highs), 4), literal("\\u"), hexes(tuple((0xDC00 + a, 0xDC00 + b) for a, b in tail), 4)])
-                                   for tail, highs in tails.items()]
+    pairs = blocks(clip(ranges, 0x10000, LAST_CHAR), 1024)
+    escaped = [hexes(plane, 4)] + [cat([hexes(tuple((0xD800 + first - 64, 0xD800 + last - 64) for first, last in highs), 4), literal("\\u"),
+                                        hexes(tuple((0xDC00 + first, 0xDC00 + last) for first, last in tail), 4)])
+                                   for tail, highs in pairs.items()]
     named = [chars(union((code, code) for code in short))] if short else []
     return alt([chars(raw), cat([literal("\\"), alt([*named, cat([literal("u"), alt(escaped)])])])])
 

@@ -251,15 +251,37 @@ def chars(ranges: Ranges) -> Expr:
 
 def spell(ranges: Ranges, lead: int, rest: int) -> list[Expr]:
     """Numbers out of the ranges as one byte, whose upper bits are `lead`'s, and `rest` bytes of six bits. Each part begins with other bytes."""
-    below: dict[int, list[tuple[int, int]]] = {}  # first byte -> ranges of what follows
+    return [cat((Byte(sum((2 << last) - (1 << first) for first, last in tops) << lead), follow(tail, rest)))
+            for tail, tops in blocks(ranges, 1 << 6 * rest).items()]
+
+
+def blocks(ranges: Ranges, size: int) -> dict[Ranges, list[tuple[int, int]]]:
+    """Numbers in blocks of a size: what there is of a block, counted from where it begins, and the blocks of which there is just that, as ranges."""
+    found: dict[Ranges, list[tuple[int, int]]] = {}
+    block, inside = 0, []
+
+    def add(inside: list[tuple[int, int]], first: int, last: int) -> None:
+        blocks = found.setdefault(tuple(inside), [])
+        if blocks and blocks[-1][1] + 1 == first:
+            first = blocks.pop()[0]
+        blocks.append((first, last))
+
     for first, last in ranges:
-        for top in range(first >> 6 * rest, (last >> 6 * rest) + 1):
-            base = top << 6 * rest
-            below.setdefault(lead | top, []).append((max(first - base, 0), min(last - base, (1 << 6 * rest) - 1)))
-    masks: dict[Ranges, int] = {}
-    for byte, tail in below.items():
-        masks[tuple(tail)] = masks.get(tuple(tail), 0) | 1 << byte
-    return [cat((Byte(mask), follow(tail, rest))) for tail, mask in masks.items()]
+        begin, end = first // size, last // size
+        if begin != block and inside:
+            add(inside, block, block)
+            inside = []
+        if begin < end:
+            add([*inside, (first - begin * size, size - 1)], begin, begin)
+            if begin + 1 < end:
+                add([(0, size - 1)], begin + 1, end - 1)
+            inside = []
+            first = end * size
+        inside.append((first - end * size, last - end * size))
+        block = end
+    if inside:
+        add(inside, block, block)
+    return found
 
 
 @lru_cache(maxsize=2048)
