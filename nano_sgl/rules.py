@@ -37,6 +37,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import NamedTuple
 
 MAX_DEPTH = 64             # groups in groups: whoever walks an expression may recurse
 MAX_COUNT = 2**31 - 1      # of one repeat: the device counts down in an int32
@@ -48,14 +49,14 @@ SURROGATES = (0xD800, 0xDFFF)
 
 # -- expressions --
 
-@dataclass(frozen=True, slots=True)
-class Byte:
+class Byte(NamedTuple):
     """One byte out of a set. mask: bit b is set for byte b; never 0."""
     mask: int
 
 
 class Tree:
-    """An expression with others in it: it remembers its hash, which is that of all below."""
+    """An expression with others in it: it remembers its hash, which is that of all below. It never changes, though nothing forbids it: that takes
+    time."""
     __slots__ = ("_hash",)
 
     def hash(self) -> int:
@@ -63,25 +64,25 @@ class Tree:
         found = getattr(self, "_hash", None)
         if found is None:
             found = hash((type(self), self.item, self.low, self.high) if type(self) is Repeat else (type(self), self.parts))
-            object.__setattr__(self, "_hash", found)
+            self._hash = found
         return found
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Cat(Tree):
     """All parts, one after the other; without parts the empty text."""
     parts: tuple[Expr, ...]
     __hash__ = Tree.hash
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Or(Tree):
     """One of the parts; without parts nothing at all."""
     parts: tuple[Expr, ...]
     __hash__ = Tree.hash
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Repeat(Tree):
     """`low` to `high` times the item, None: any number."""
     item: Expr
@@ -90,14 +91,14 @@ class Repeat(Tree):
     __hash__ = Tree.hash
 
 
-@dataclass(frozen=True, slots=True)
-class Ref:
+class Ref(NamedTuple):
     """A rule of the grammar, by name."""
     name: str
 
 
 Expr = Byte | Cat | Or | Repeat | Ref
 EMPTY, NEVER = Cat(()), Or(())
+NESTED = frozenset((Cat, Or))  # kinds that `cat` looks into
 BYTES = [Byte(1 << b) for b in range(256)]
 
 
@@ -143,8 +144,12 @@ def time_limit(deadline: float | None, lock: threading.RLock | None = None) -> I
 
 def tick() -> None:
     """A step of something that may be long. Called where nothing is half done."""
-    if next(TICKS) & 255:
-        return
+    if not next(TICKS) & 255:
+        pause()
+
+
+def pause() -> None:
+    """What `tick` does, now and then."""
     now = time.monotonic()
     if now > CLOCK.deadline:
         raise GrammarError("the grammar takes too long", "grammar")
@@ -159,29 +164,33 @@ def tick() -> None:
 
 def cat(parts: Iterable[Expr]) -> Expr:
     """All parts, one after the other."""
-    flat: list[Expr] = []
-    for part in parts:
-        kind = type(part)
-        if kind is Cat:
-            flat += part.parts
-        elif kind is Or and not part.parts:
-            return NEVER
-        else:
-            flat.append(part)
-    return flat[0] if len(flat) == 1 else Cat(tuple(flat))
+    parts = tuple(parts)
+    if not NESTED.isdisjoint(map(type, parts)):
+        flat: list[Expr] = []
+        for part in parts:
+            kind = type(part)
+            if kind is Cat:
+                flat += part.parts
+            elif kind is Or and not part.parts:
+                return NEVER
+            else:
+                flat.append(part)
+        parts = tuple(flat)
+    return parts[0] if len(parts) == 1 else Cat(parts)
 
 
 def alt(parts: Iterable[Expr]) -> Expr:
     """One of the parts. Single bytes become one set."""
-    mask, others = 0, []
+    mask, others, last = 0, [], None
     for part in parts:
         kind = type(part)
         if kind is Byte:
             mask |= part.mask
+            last = part
         elif kind is not Or or part.parts:
             others.append(part)
     if mask:
-        others.insert(0, Byte(mask))
+        others.insert(0, last if last.mask == mask else Byte(mask))
     return others[0] if len(others) == 1 else Or(tuple(others))
 
 
