@@ -24,6 +24,7 @@ draft-07 and older. Sources: JSON Schema 2020-12, 2019-09, draft-07, draft-04; R
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -94,6 +95,22 @@ def type_of(value: object) -> str:
     return {dict: "object", list: "array", str: "string", int: "integer", float: "integer", bool: "boolean", type(None): "null"}[type(value)]
 
 
+def once(pairs: list[tuple[str, object]]) -> dict:
+    """An object of a schema's text."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        name = Counter(key for key, _ in pairs).most_common(1)[0][0]
+        raise refusal("schema", "", f"the key {name[:60]!r} comes twice in one object")
+    return found
+
+
+def finite(text: str) -> float:
+    """A number of a schema's text."""
+    if not math.isfinite(float(text)):
+        raise refusal("schema", "", f"{text[:60]} is no number that JSON can hold")
+    return float(text)
+
+
 # -- keywords --
 
 def is_schema(arg: object) -> bool:
@@ -158,6 +175,7 @@ OWNERS = {"object": ("required", "properties", "patternProperties", "additionalP
           "number": ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")}
 OWNER = {keyword: kind for kind, keywords in OWNERS.items() for keyword in keywords}
 NOT_HELD = ("idn-email", "idn-hostname")
+RARE = COUNTS | {"then", "else", "exclusiveMinimum", "exclusiveMaximum", "additionalItems", "format", "uniqueItems", *UNEVALUATED}
 
 
 # -- documents --
@@ -168,6 +186,7 @@ class Document:
     def __init__(self, root: dict | bool):
         self.root = root
         self.memo: dict[tuple, tuple] = {}         # with the objects whose ids are in the keys: an id stays its own
+        self.flats: dict[int, tuple[dict | bool, Parts | None]] = {}  # what `flatten` made of a schema; with it, for the same reason
         self.anchors: dict[tuple[str, str], Part] = {}
         self.bases: dict[str, str] = {}
         self.old = isinstance(root, dict) and bool(re.search(r"draft-0[3467]", str(root.get("$schema", ""))))
@@ -259,6 +278,14 @@ class Document:
                 schema = {"$ref" if key == keyword else key: arg for key, arg in schema.items()}
         self.check(Part(schema, path))
         held = {keyword: arg for keyword, arg in schema.items() if keyword in SHAPES}
+        if isinstance(held.get("items"), list) or not RARE.isdisjoint(held):
+            held = self._modern(held, path)
+        if any(isinstance(arg, (dict, list)) for arg in held.values()):
+            return Part(held, path)
+        return self.once(("equal", *map(repr, held.items())), None, lambda: Part(held, path))  # small schemas come again and again
+
+    def _modern(self, held: dict, path: str) -> dict:
+        """The same in the form of 2020-12, where lists of items or some of RARE are in it."""
         held = {keyword: arg for keyword, arg in held.items() if keyword not in ("then", "else") or "if" in held}
         for keyword, bound in (("exclusiveMinimum", "minimum"), ("exclusiveMaximum", "maximum")):  # as draft-04 has it
             if isinstance(held.get(keyword), bool):
@@ -271,7 +298,7 @@ class Document:
             if keyword in held and (held[keyword] is True or same in held):
                 del held[keyword]
         if any(keyword in held and (APPLIED & set(held) or keyword == "unevaluatedItems" and "contains" in held) for keyword in UNEVALUATED):
-            return Part({EITHER: self.evaluated(Part(held, path))}, path)
+            return {EITHER: self.evaluated(Part(held, path))}
         for keyword, same in UNEVALUATED.items():
             if keyword in held:
                 held[same] = held.pop(keyword)
@@ -288,9 +315,7 @@ class Document:
                 raise refusal(keyword, path, f"counts go to {MAX_COUNT}: nothing is so long")
             if held[keyword] > MAX_COUNT:
                 del held[keyword]                                               # nothing is longer, so it says nothing
-        if any(isinstance(arg, (dict, list)) for arg in held.values()):
-            return Part(held, path)
-        return self.once(("equal", *map(repr, held.items())), None, lambda: Part(held, path))  # small schemas come again and again
+        return held
 
     def listed(self, schema: dict) -> list[set]:
         """The values of enum, and that of const."""
@@ -304,17 +329,26 @@ class Document:
 
     def flatten(self, parts: Iterable[Part]) -> Parts | None:
         """All that holds with the parts, without $ref and allOf; None: nothing can."""
-        flat: dict[int, Part] = {}
+        found: list[Parts] = []
         for part in parts:
-            tick()
-            if part.schema is not True:
-                known = self.memo.get(("flat", id(part.schema)))
-                more = known[1] if known else None if part.schema is False else self.once(
-                    ("flat", id(part.schema)), part.schema, lambda: self._flatten(part))
-                if more is None:
+            schema = part[0]
+            if schema is False:
+                return None
+            if schema is not True:
+                known = self.flats.get(id(schema))
+                if known is None:
+                    tick()
+                    known = self.flats[id(schema)] = schema, self._flatten(part)
+                if known[1] is None:
                     return None
-                for one in more:
-                    flat.setdefault(id(one.schema), one)
+                found.append(known[1])
+        tick()
+        if len(found) == 1:
+            return found[0]
+        flat: dict[int, Part] = {}
+        for more in found:
+            for one in more:
+                flat.setdefault(id(one[0]), one)
         return tuple(flat.values())
 
     def _flatten(self, part: Part) -> Parts | None:

@@ -209,10 +209,10 @@ def counted(writer: Writer, pairs: list[Pair], extras: list[Option], count: Coun
     for i in range(len(pairs) - 1, -1, -1):
         pair = pairs[i]
         states = shared(writer, states) if i % 8 == 7 or (len(states) > 1 and not pair.required) else states
-        before = {}
+        before, texts = {}, list(pair.texts(writer.layout.colon))
         for n, done in [(n, done) for n in range(min(cap, least[i]), min(cap, i) + 1) for done in subsets(wishes)]:
             taken = [cat([writer.layout.comma if n else EMPTY, text, states[min(n + 1, cap), done | fulfilled]])
-                     for text, fulfilled in pair.texts(writer.layout.colon) if high is None or n < high]
+                     for text, fulfilled in texts if high is None or n < high]
             before[n, done] = alt(taken if pair.required else [*taken, states[n, done]])
         states = before
     return states[0, 0]

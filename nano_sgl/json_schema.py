@@ -33,9 +33,7 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 import re
-from collections import Counter
 from collections.abc import Callable, Iterable
 from decimal import Decimal
 from fractions import Fraction
@@ -43,8 +41,8 @@ from functools import lru_cache
 from json.encoder import encode_basestring
 from typing import NamedTuple
 
-from .json_document import (EITHER, HAS, NAMED_TYPES, NOT, OWNER, TAIL, TYPES, Document, Part, Parts, canonical, decimal, endless, escape, is_schema,
-                            refusal, rivals, type_of)
+from .json_document import (EITHER, HAS, NAMED_TYPES, NOT, OWNER, TAIL, TYPES, Document, Part, Parts, canonical, decimal, endless, escape, finite,
+                            is_schema, once, refusal, rivals, type_of)
 from .json_members import Count, Option, Pair, Writer, avoid, bracketed, in_any_order, in_order, sequence, subsets
 from .json_text import (FORMATS, MAX_DIGITS, WHOLE, Bounds, Derived, Letters, Multiple, Several, product, quoted, regex_rules,
                         scientific, shortened, single, span, spelled)
@@ -88,13 +86,14 @@ class Compiler:
 
     def __init__(self, root: dict | bool, whitespace: str, strict: bool, any_order: bool = False):
         self.document, self.letters = Document(root), Letters()
-        self.flat, self.layout, self.whitespace, self.strict = self.document.flatten, LAYOUTS[whitespace], whitespace, strict
-        self.any_order = any_order
+        self.flat, self.layout = self.document.flatten, LAYOUTS[whitespace]
+        self.whitespace, self.strict, self.any_order = whitespace, strict, any_order
         self.chars: dict[tuple, Ref] = {}
         self.rules: dict[str, Expr] = {}
         self.names: dict[tuple[int, ...], Expr] = {}
         self.values: dict[tuple[int, ...], list | None] = {}
         self.kinds: dict[int, tuple[frozenset[str], Part]] = {}
+        self.named: dict[tuple[int, str], list[Part]] = {}
         self.todo: list[tuple[str, Parts, list[Parts] | None]] = []
         self.others: dict[frozenset[str], Expr] = {}
         self.parts, self.steps, self.words, self.turns = 0, 0, 0, {}
@@ -114,13 +113,17 @@ class Compiler:
 
     def value(self, parts: Iterable[Part]) -> Expr:
         """A value for which all parts hold."""
-        flat = self.flat(parts)
-        if not flat:
-            return NEVER if flat is None else self.json("value")
-        key = tuple(id(part.schema) for part in flat)
-        if key not in self.names:
-            self.settle(key, flat)
-        return self.names[key]
+        parts = [*parts]
+        given = tuple([id(part[0]) for part in parts])
+        if given not in self.names:
+            flat = self.flat(parts)
+            if not flat:
+                return NEVER if flat is None else self.json("value")
+            key = tuple([id(part[0]) for part in flat])
+            if key not in self.names:
+                self.settle(key, flat)
+            self.names[given] = self.names[key]     # the document keeps what was flattened, so ids stay their own
+        return self.names[given]
 
     def settle(self, key: tuple[int, ...], flat: Parts) -> None:
         """Names a set. Where only one alternative is possible, that is the set."""
@@ -183,10 +186,9 @@ class Compiler:
 
     def split(self, flat: Parts) -> list[list[Part]] | None:
         """The sets of parts of which one must hold, by the first keyword that has alternatives; None: there is none."""
-        objects = "object" in self.types(flat)
         for i, part in enumerate(flat):
-            for keyword, split in self.SPLITS.items():
-                if keyword in part.schema and (objects or keyword not in OWNER):
+            for keyword, split in self.SPLITS.items() if not self.SPLITTING.isdisjoint(part[0]) else ():
+                if keyword in part.schema and (keyword not in OWNER or "object" in self.types(flat)):
                     rest = self.document.without(part, keyword, *(("then", "else") if keyword == "if" else ()))
                     return [[*flat[:i], rest, *more, *flat[i + 1:]] for more in split(self, part, part.schema[keyword])]
         return None
@@ -204,8 +206,6 @@ class Compiler:
             if len(todo) + len(found) > 64:
                 raise refusal(keyword, path, "more than 64 alternatives are not supported")
         return found
-
-    # -- alternatives --
 
     def one_of(self, part: Part, branches: list) -> list[list[Part]]:
         """oneOf: this branch and none of the others, unless they exclude each other anyway."""
@@ -262,6 +262,7 @@ class Compiler:
         "not": lambda self, part, arg: [[one] for one in self.document.negate(Part(arg, f"{part.path}/not"))],
         EITHER: lambda self, part, arg: arg, "oneOf": one_of, "if": split_if,
         "dependentRequired": split_dependent, "dependentSchemas": split_dependent, "dependencies": split_dependent}
+    SPLITTING = frozenset(SPLITS)
 
     def impossible(self, flat: Parts | None, depth: int) -> bool:
         """Can it be seen that no value fits, in the values that an object must have down to some depth?"""
@@ -282,7 +283,7 @@ class Compiler:
         """The types that are left."""
         found = ALL_TYPES
         for part in flat:
-            one = self.kinds.get(id(part.schema)) or self.kinds.setdefault(id(part.schema), (self.types_of(part), part))
+            one = self.kinds.get(id(part[0])) or self.kinds.setdefault(id(part[0]), (self.types_of(part), part))
             found = one[0] if found is ALL_TYPES else found & one[0]
         return found
 
@@ -302,14 +303,18 @@ class Compiler:
 
     def finite(self, flat: Parts) -> list | None:
         """The values, if they are listed."""
-        key = tuple(id(part.schema) for part in flat)
+        kinds, lists = self.types(flat), [part[0] for part in flat if "enum" in part[0] or "const" in part[0]]
+        if not lists and not (kinds and kinds <= {"boolean", "null"}):
+            return None
+        key = tuple([id(part[0]) for part in flat])
         if key not in self.values:
-            candidates = next((part.schema.get("enum", [part.schema.get("const")]) for part in flat
-                               if "enum" in part.schema or "const" in part.schema), None)
-            kinds = self.types(flat)
-            if candidates is None and kinds <= {"boolean", "null"} and kinds:
-                candidates = [value for value in (True, False, None) if type_of(value) in kinds]
-            self.values[key] = None if candidates is None else [value for value in candidates if all(self.holds(value, one) for one in flat)]
+            values = lists[0].get("enum", [lists[0].get("const")]) if lists else (True, False, None)
+            plain = len(flat) == len(lists) == 1 and lists[0].keys() <= {"enum", "type"}
+            if plain or not lists:
+                values = [value for value in values if type_of(value) in kinds]
+            if not plain:                           # else the type is all that is said of them
+                values = [value for value in values if all(self.holds(value, one) for one in flat)]
+            self.values[key] = values
         return self.values[key]
 
     def bounds(self, flat: Iterable[Part]) -> Bounds:
@@ -586,19 +591,26 @@ class Compiler:
     def member(self, flat: Parts, key: str) -> list[Part]:
         """What must hold for the value of a key."""
         found = []
-        for schema, path in flat:
-            tick()
-            if MEMBERS.isdisjoint(schema):
-                continue
-            named = [Part(schema["properties"][key], f"{path}/properties/{escape(key)}")] if key in schema.get("properties", ()) else []
-            named += [Part(one, f"{path}/patternProperties/{escape(pattern)}") for pattern, one in schema.get("patternProperties", {}).items()
-                      if self.letters.matches(self.parse((pattern, True), True, "patternProperties", path), key)]
-            if not named and "additionalProperties" in schema:
-                named.append(Part(schema["additionalProperties"], f"{path}/additionalProperties"))
-            if "propertyNames" in schema and not self.holds(key, Part(schema["propertyNames"], f"{path}/propertyNames")):
-                named.append(Part(False, path))
-            found += named
+        for part in flat:
+            if not MEMBERS.isdisjoint(part[0]):
+                if (id(part[0]), key) not in self.named:
+                    self.named[id(part[0]), key] = self.member_of(part, key)
+                found += self.named[id(part[0]), key]
+        tick()
         return found
+
+    def member_of(self, part: Part, key: str) -> list[Part]:
+        """What a part says of it."""
+        schema, path = part
+        tick()
+        named = [Part(schema["properties"][key], f"{path}/properties/{escape(key)}")] if key in schema.get("properties", ()) else []
+        named += [Part(one, f"{path}/patternProperties/{escape(pattern)}") for pattern, one in schema.get("patternProperties", {}).items()
+                  if self.letters.matches(self.parse((pattern, True), True, "patternProperties", path), key)]
+        if not named and "additionalProperties" in schema:
+            named.append(Part(schema["additionalProperties"], f"{path}/additionalProperties"))
+        if "propertyNames" in schema and not self.holds(key, Part(schema["propertyNames"], f"{path}/propertyNames")):
+            named.append(Part(False, path))
+        return named
 
     def names_of(self, flat: Parts, wishes: Iterable[Part] = ()) -> list[Parts]:
         """What the keys must be, as alternatives. wishes: more that must hold for one."""
@@ -622,7 +634,8 @@ class Compiler:
         """A member whose key is none of those in `without`; more: what else its value must be."""
         path = flat[0].path
 
-        def value(matched: set[str]) -> Expr:
+        @lru_cache(maxsize=None)
+        def value(matched: frozenset[str]) -> Expr:
             parts, closed = list(more), self.strict and not matched
             for schema, place in flat:
                 own = [Part(one, f"{place}/patternProperties/{escape(pattern)}") for pattern, one in schema.get("patternProperties", {}).items()
@@ -632,8 +645,8 @@ class Compiler:
                 parts += own
             return NEVER if closed else self.value(parts)
 
-        if not patterns or len(patterns) == 1 and value(set()) == NEVER:
-            last = value(set(patterns))
+        if not patterns or len(patterns) == 1 and value(frozenset()) == NEVER:
+            last = value(frozenset(patterns))
             sources = text.sources + [Source((pattern, True), True, "patternProperties", path) for pattern in patterns]
             self.exprs(sources)                     # which may refuse them
             if last == NEVER:
@@ -646,9 +659,9 @@ class Compiler:
         def end(accepted: list) -> Expr:
             if not all(accepted[1:]):
                 return NEVER
-            return cat([BYTES[34], self.layout.colon, value({patterns[i] for i in accepted[0]})])
+            return cat([BYTES[34], self.layout.colon, value(frozenset([patterns[i] for i in accepted[0]]))])
 
-        return cat([BYTES[34], product([Several(exprs, value(set()) == NEVER), *others], self.atoms(exprs, others), f"{name}.key", self.rules,
+        return cat([BYTES[34], product([Several(exprs, value(frozenset()) == NEVER), *others], self.atoms(exprs, others), f"{name}.key", self.rules,
                                        lambda why: refusal("patternProperties", path, why), end, text.low, text.high)])
 
     def object(self, name: str, flat: Parts, kind: str) -> Expr:
@@ -785,22 +798,6 @@ def productive(rules: dict[str, Expr]) -> bool:
         if "root" in known or len(waiting) == len(left):
             return "root" in known
         left = waiting
-
-
-def once(pairs: list[tuple[str, object]]) -> dict:
-    """An object of a schema's text."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        name = Counter(key for key, _ in pairs).most_common(1)[0][0]
-        raise refusal("schema", "", f"the key {name[:60]!r} comes twice in one object")
-    return found
-
-
-def finite(text: str) -> float:
-    """A number of a schema's text."""
-    if not math.isfinite(float(text)):
-        raise refusal("schema", "", f"{text[:60]} is no number that JSON can hold")
-    return float(text)
 
 
 @grammar("json_schema")

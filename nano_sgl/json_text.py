@@ -44,7 +44,7 @@ from decimal import Decimal
 from typing import NamedTuple
 
 from . import regex
-from .rules import (ALL, BYTES, EMPTY, LAST_CHAR, NEVER, SURROGATES, Byte, Cat, Expr, GrammarError, Ranges, Ref, Repeat, alt, cat, chars,
+from .rules import (ALL, BYTES, EMPTY, LAST_CHAR, NEVER, SURROGATES, Byte, Cat, Expr, GrammarError, Ranges, Ref, Repeat, alt, blocks, cat, chars,
                     clip, complement, literal, repeat, show, tick, union)
 
 MAX_STATES = 3000  # of one product
@@ -54,20 +54,16 @@ MAX_POWER = 300    # of ten, where a number is bounded: what doubles hold with a
 
 # -- characters of a string --
 
+HEXES = [sum(1 << ord(char) for char in {f"{digit:x}", f"{digit:X}"}) for digit in range(16)]
+
+
+@functools.lru_cache(maxsize=4096)
 def hexes(ranges: Ranges, digits: int) -> Expr:
     """Numbers out of the ranges as so many hexadecimal digits."""
     if not digits:
         return EMPTY
-    below: dict[int, list[tuple[int, int]]] = {}
-    size = 16 ** (digits - 1)
-    for first, last in ranges:
-        for top in range(first // size, last // size + 1):
-            below.setdefault(top, []).append((max(first - top * size, 0), min(last - top * size, size - 1)))
-    tops: dict[Ranges, int] = {}
-    for top, tail in below.items():
-        for char in {f"{top:x}", f"{top:X}"}:
-            tops[tuple(tail)] = tops.get(tuple(tail), 0) | 1 << ord(char)
-    return alt([cat([Byte(mask), hexes(union(tail), digits - 1)]) for tail, mask in tops.items()])
+    return alt([cat([Byte(sum(HEXES[top] for first, last in tops for top in range(first, last + 1))), hexes(tail, digits - 1)])
+                for tail, tops in blocks(ranges, 16 ** (digits - 1)).items()])
 
 
 SHORT = {'"': '"', "\\": "\\", "/": "/", "\b": "b", "\f": "f", "\n": "n", "\r": "r", "\t": "t"}
@@ -78,18 +74,14 @@ def spelled(ranges: Ranges, plain: bool = False) -> Expr:
     """One character out of the ranges as a JSON string may spell it: raw, by a short escape, by one \\uHHHH or by two. plain: what ASCII can print is
     not written as \\uHHHH."""
     raw = complement(union([*complement(ranges), (0, 31), (34, 34), (92, 92)]))
-    short = [ord(letter) for char, letter in SHORT.items() if clip(ranges, ord(char), ord(char))]
+    ascii_only = clip(ranges, 0, 127)
+    short = [ord(letter) for char, letter in SHORT.items() if clip(ascii_only, ord(char), ord(char))]
     plane = clip(ranges, 0, SURROGATES[0] - 1) + clip(ranges, SURROGATES[1] + 1, 0xFFFF)
     plane = clip(plane, 0, 31) + clip(plane, 127, 0xFFFF) if plain else plane
-    pairs: dict[int, list[tuple[int, int]]] = {}
-    for first, last in clip(ranges, 0x10000, LAST_CHAR):
-        for high in range(first >> 10, (last >> 10) + 1):
-            pairs.setdefault(high, []).append((max(first - (high << 10), 0), min(last - (high << 10), 1023)))
-    tails: dict[Ranges, list[tuple[int, int]]] = {}
-    for high, tail in pairs.items():
-        tails.setdefault(tuple(tail), []).append((0xD800 + high - 64,) * 2)
-    escaped = [hexes(plane, 4)] + [cat([hexes(union(highs), 4), literal("\\u"), hexes(tuple((0xDC00 + a, 0xDC00 + b) for a, b in tail), 4)])
-                                   for tail, highs in tails.items()]
+    pairs = blocks(clip(ranges, 0x10000, LAST_CHAR), 1024)
+    escaped = [hexes(plane, 4)] + [cat([hexes(tuple((0xD800 + first - 64, 0xD800 + last - 64) for first, last in highs), 4), literal("\\u"),
+                                        hexes(tuple((0xDC00 + first, 0xDC00 + last) for first, last in tail), 4)])
+                                   for tail, highs in pairs.items()]
     named = [chars(union((code, code) for code in short))] if short else []
     return alt([chars(raw), cat([literal("\\"), alt([*named, cat([literal("u"), alt(escaped)])])])])
 
@@ -112,13 +104,15 @@ class Letters:
 
     def of(self, ranges: Ranges) -> Expr:
         """One character out of the ranges."""
-        valid = clip(ranges, 0, SURROGATES[0] - 1) + clip(ranges, SURROGATES[1] + 1, LAST_CHAR)
+        valid = ranges
+        if ranges and ranges[-1][1] >= SURROGATES[0]:
+            valid = clip(ranges, 0, SURROGATES[0] - 1) + clip(ranges, SURROGATES[1] + 1, LAST_CHAR)
         if not valid:
             return NEVER
-        if valid not in self.index:
-            self.index[valid] = len(self.sets)
+        found = self.index.setdefault(valid, len(self.sets))
+        if found == len(self.sets):
             self.sets.append(valid)
-        return Byte(1 << self.index[valid])
+        return Byte(1 << found)
 
     def pattern(self, text: str, search: bool = True) -> Expr:
         """A regular expression; search: a string that holds a match."""
@@ -133,7 +127,8 @@ class Letters:
             return expr
         if id(expr) not in known:
             if isinstance(expr, Byte):
-                made = Byte(sum(bit for i, bit in enumerate(bits) if expr.mask >> i & 1))
+                made = Byte(bits[expr.mask.bit_length() - 1] if expr.mask.bit_count() == 1 else
+                            sum(bit for i, bit in enumerate(bits) if expr.mask >> i & 1))
             elif isinstance(expr, Repeat):
                 made = Repeat(self.taken(expr.item, bits, known), expr.low, expr.high)
             else:
@@ -148,6 +143,8 @@ class Letters:
     def write(self, expr: Expr, spell: Callable[..., Expr] = spelled) -> Expr:
         """From letters to bytes; spell: how a set of characters is written."""
         if isinstance(expr, Byte):
+            if expr.mask.bit_count() == 1:
+                return spell(self.sets[expr.mask.bit_length() - 1])
             return spell(union(pair for i, pairs in enumerate(self.sets) if expr.mask >> i & 1 for pair in pairs))
         if isinstance(expr, Repeat):
             return repeat(self.write(expr.item, spell), expr.low, expr.high)
@@ -173,9 +170,9 @@ class Letters:
 
     def matches(self, expr: Expr, text: str) -> bool:
         """Does the expression match the text?"""
-        if expr not in self.walkers:
-            self.walkers[expr] = Derived(expr)
-        walker = self.walkers[expr]
+        walker = self.walkers.get(expr)
+        if walker is None:
+            walker = self.walkers[expr] = Derived(expr)
         state = walker.start
         for char in text:
             bits, count = self.held.get(char, (0, 0))
@@ -270,6 +267,7 @@ class Residues:
         self.numbers: dict[Expr, int] = {}
         self.exprs: list[Expr] = []
         self.known: dict[int, list[tuple[int, int]]] = {}
+        self.first: dict[int, int] = {}             # the letters with which it may begin
 
     def number(self, expr: Expr) -> int:
         """The number of an expression."""
@@ -280,13 +278,20 @@ class Residues:
 
     def forms(self, number: int) -> list[tuple[int, int]]:
         """Its linear form."""
-        if number not in self.known:
-            self.known[number] = [(mask, self.number(rest)) for mask, rest in forms(self.exprs[number])]
-        return self.known[number]
+        found = self.known.get(number)
+        if found is None:
+            found = self.known[number] = [(mask, self.number(rest)) for mask, rest in forms(self.exprs[number])]
+            self.first[number] = functools.reduce(int.__or__, (mask for mask, _ in found), 0)
+        return found
 
     def letters(self, numbers: Iterable[int]) -> int:
         """The letters with which some of them may begin."""
-        return functools.reduce(int.__or__, (mask for number in numbers for mask, _ in self.forms(number)), 0)
+        found = 0
+        for number in numbers:
+            if number not in self.first:
+                self.forms(number)
+            found |= self.first[number]
+        return found
 
     def ends(self, number: int) -> bool:
         """Does it match the empty text?"""
@@ -393,16 +398,17 @@ def product(walkers: list, atoms: list[tuple[int, Expr]], name: str, rules: dict
 def explored(walkers: list, atoms: list[tuple[int, Expr]], refuse: Callable[[str], GrammarError], end: Callable[[list], Expr]) -> list[State]:
     """The states of a product, from its start."""
     numbers = {tuple(walker.start for walker in walkers): 0}
-    todo, found = list(numbers), {}
+    todo, found, classes = list(numbers), {}, {}
     while todo:
         states = todo.pop()
         arcs: dict[int, int] = {}
         seen = functools.reduce(int.__or__, (walker.looks_at(state) for walker, state in zip(walkers, states)))
-        known: dict[int, tuple] = {}
-        for i, (bits, _) in enumerate(atoms):
-            if bits & seen not in known:
-                known[bits & seen] = tuple(walker.step(state, bits) for walker, state in zip(walkers, states))
-            after = known[bits & seen]
+        if seen not in classes:                     # the atoms between which these letters make no difference, as bits
+            classes[seen] = alike = {}
+            for i, (bits, _) in enumerate(atoms):
+                alike[bits & seen] = alike.get(bits & seen, 0) | 1 << i
+        for bits, some in classes[seen].items():
+            after = tuple([walker.step(state, bits) for walker, state in zip(walkers, states)])
             if None in after:
                 continue
             if after not in numbers:
@@ -410,7 +416,7 @@ def explored(walkers: list, atoms: list[tuple[int, Expr]], refuse: Callable[[str
                     raise refuse(f"together with what else must hold takes more than {MAX_STATES} states")
                 numbers[after] = len(numbers)
                 todo.append(after)
-            arcs[numbers[after]] = arcs.get(numbers[after], 0) | 1 << i
+            arcs[numbers[after]] = arcs.get(numbers[after], 0) | some
         found[numbers[states]] = State(end([walker.accepts(state) for walker, state in zip(walkers, states)]), arcs)
         tick()
     return [found[i] for i in range(len(found))]

@@ -18,11 +18,10 @@ Antimirov (1996), derivatives of Brzozowski (1964).
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Iterable
 
-from .rules import MAX_COUNT, Expr, GrammarError, tick
+from .rules import MAX_COUNT, Expr, GrammarError, pause
 
 EMPTY, NEVER = 0, 1             # the nodes of the empty text and of nothing at all
 CHUNK = 256                     # parts of one Cat: longer ones become trees, so that no suffix is long. Equal texts in other trees are not equal
@@ -50,14 +49,20 @@ class Nodes:
         self._ids: dict[tuple, int] = {}
         self._bytes: dict[int, int] = {}
         self._cats: set[int] = set()
+        self._ors: set[int] = set()
+        self._letters: set[int] = set()             # what is one byte
+        self._compound: set[int] = set()            # what is deeper than 1
+        self._looped: set[int] = set()              # what has a repeat in it
         self._linear: dict[int, tuple] = {}
         self._positive: dict[int, int] = {}
         self._shapes: dict[int, int] = {}
         self._cuts: dict[int, int] = {}
-        self._extents: dict[int, tuple[int, int | None]] = {}
+        self._wide: dict[int, bool] = {}
+        self._lengths: dict[int, int | None] = {}
         self._codes: dict[int, bool] = {}
         self._known: dict[int, tuple[Expr, int]] = {}   # big expressions that were converted, by identity: character classes, formats
         self._cycles: dict[tuple, tuple] = {}       # rules that lead to each other and came before, as those of any JSON do, and what they became
+        self.single: dict[int, int] = {}            # the nodes of BYTES, by identity
         self.new_rule = itertools.count().__next__
         self._intern(("empty",), True)
         self._intern(("never",), False)
@@ -73,11 +78,23 @@ class Nodes:
         self.nullable.append(nullable)
         self.stacked.append(stacked)
         self.items.append(key[1] if kind == "rep" else node)
-        below = key[1:] if kind in ("cat", "or") else key[1:2] if kind in ("rep", "text", "counted") else ()
-        self.depth.append(1 + max(map(self.depth.__getitem__, below), default=0))
-        if kind == "cat":
-            self._cats.add(node)
-        tick()
+        if kind in ("cat", "or"):
+            (self._cats if kind == "cat" else self._ors).add(node)
+            below = self._compound.intersection(key)
+            self.depth.append(1 + max(map(self.depth.__getitem__, below)) if below else 2)
+            if below and not self._looped.isdisjoint(below):
+                self._looped.add(node)
+            self._compound.add(node)
+        elif kind in ("rep", "text", "counted"):
+            self.depth.append(1 + self.depth[key[1]])
+            self._looped.add(node)
+            self._compound.add(node)
+        else:
+            self.depth.append(1)
+            if kind == "byte":
+                self._letters.add(node)
+        if not node & 255:
+            pause()
         return node
 
     def byte(self, mask: int) -> int:
@@ -116,7 +133,7 @@ class Nodes:
         if len(parts) == 1:
             return parts[0]
         key = "cat", *parts
-        return self._ids.get(key) or self._new(key, all(map(self.nullable.__getitem__, parts)), any(map(self.stacked.__getitem__, parts)))
+        return self._ids.get(key) or self._new(key, all(map(self.nullable.__getitem__, parts)), True in map(self.stacked.__getitem__, parts))
 
     def then(self, node: int, rest: int) -> int:
         """The cat of two."""
@@ -129,18 +146,18 @@ class Nodes:
         return self._ids.get(key) or self._intern(key, self.nullable[node] and self.nullable[rest], self.stacked[node] or self.stacked[rest])
 
     def alt(self, parts: Iterable[int]) -> int:
-        mask, others, keys = 0, set(), self.keys
-        for part in parts:
-            key = keys[part]
-            for p in key[1:] if key[0] == "or" else (part,):
-                if keys[p][0] == "byte":
-                    mask |= keys[p][1]
-                else:
-                    others.add(p)
-        others.discard(NEVER)
-        if mask:
+        others, keys = set(parts), self.keys
+        if not self._ors.isdisjoint(others):
+            others = {p for part in others for p in (keys[part][1:] if part in self._ors else (part,))}
+        letters = self._letters & others
+        if len(letters) > 1:
+            mask = 0
+            for letter in letters:
+                mask |= keys[letter][1]
+            others -= letters
             others.add(self.byte(mask))
-        if EMPTY in others and any(self.nullable[p] for p in others if p != EMPTY):
+        others.discard(NEVER)
+        if EMPTY in others and sum(map(self.nullable.__getitem__, others)) > 1:
             others.remove(EMPTY)
         if len(others) < 2:
             return others.pop() if others else NEVER
@@ -217,23 +234,38 @@ class Nodes:
 
     # ---- shapes
 
-    def extent(self, node: int) -> tuple[int, int | None]:
-        """(all bytes that occur, as a mask; the length of its texts, if all have the same)."""
-        found = self._extents.get(node)
+    def is_wide(self, node: int) -> bool:
+        """Whether more than NARROW bytes occur."""
+        found = self._wide.get(node)
         if found is None:
-            kind, *parts = self.keys[node]
-            mask, length = 0, 0
-            if kind == "byte":
-                mask, length = parts[0], 1
-            elif kind == "rep":
-                mask, length = self.extent(parts[0])
-                length = length * parts[1] if length is not None and parts[1] == parts[2] else None
-            elif kind in ("cat", "or"):
-                masks, lengths = zip(*map(self.extent, parts))
-                mask = functools.reduce(int.__or__, masks)
-                length = None if None in lengths or kind == "or" and len(set(lengths)) > 1 else sum(lengths) if kind == "cat" else lengths[0]
-            found = self._extents[node] = mask, length
+            mask, todo, seen = 0, [node], {node}
+            while todo and mask.bit_count() <= NARROW:
+                kind, *parts = self.keys[todo.pop()]
+                if kind == "byte":
+                    mask |= parts[0]
+                for part in parts[:1] if kind == "rep" else parts if kind in ("cat", "or") else ():
+                    if part not in seen:
+                        seen.add(part)
+                        todo.append(part)
+            found = self._wide[node] = mask.bit_count() > NARROW
         return found
+
+    def length(self, node: int) -> int | None:
+        """The length of its texts, if all have the same."""
+        if node not in self._lengths:
+            kind, *parts = self.keys[node]
+            found: int | None = 1 if kind == "byte" else 0
+            if kind == "rep":
+                found = self.length(parts[0]) if parts[1] == parts[2] else None
+                found = found and found * parts[1]
+            for i, part in enumerate(parts) if kind in ("cat", "or") else ():
+                one = self.length(part)
+                if one is None or kind == "or" and i and one != found:
+                    found = None
+                    break
+                found = found + one if kind == "cat" else one
+            self._lengths[node] = found
+        return self._lengths[node]
 
     def is_prefix_code(self, node: int) -> bool:
         """Whether no text begins another, so that a sequence of them falls apart in one way. Never wrongly true."""
@@ -241,7 +273,7 @@ class Nodes:
             return False
         found = self._codes.get(node)
         if found is None:
-            found = self._codes[node] = self.extent(node)[1] is not None or self._is_prefix_code(*self.keys[node], node=node)
+            found = self._codes[node] = self.length(node) is not None or self._is_prefix_code(*self.keys[node], node=node)
         return found
 
     def _is_prefix_code(self, kind: str, *parts: int, node: int) -> bool:
@@ -251,7 +283,7 @@ class Nodes:
             return False
         begins: dict[int | tuple, int] = {}         # by length: the first bytes of all alternatives of that length
         for i, part in enumerate(parts):
-            group = self.extent(part)[1]
+            group = self.length(part)
             group = (i,) if group is None else group
             for mask, _ in self.linear(part):
                 begins[group] = begins.get(group, 0) | mask
@@ -279,11 +311,11 @@ class Nodes:
         if found is None:
             kind, *parts = self.keys[node]
             found = STACKED if self.stacked[node] else LIGHT
-            if found == STACKED:
+            if found == STACKED or node not in self._looped:
                 pass
             elif kind == "rep":
                 item, low, high = parts
-                wide = self.extent(item)[0].bit_count() > NARROW
+                wide = self.is_wide(item)
                 if self.shape(item) != LIGHT:
                     found = STACKED
                 elif high is None:

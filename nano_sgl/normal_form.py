@@ -27,8 +27,8 @@ import itertools
 import operator
 from collections.abc import Callable
 
-from .nodes import EMPTY, NEVER, Nodes
-from .rules import MAX_COUNT, Byte, Cat, Expr, GrammarError, Or, Ref, Repeat, Rules, tick
+from .nodes import CHUNK, EMPTY, NEVER, Nodes
+from .rules import BYTES, MAX_COUNT, Byte, Cat, Expr, GrammarError, Or, Ref, Repeat, Rules, tick
 
 MAX_DEPTH = 220                 # nesting of an expression: three times that of rules.py, and some
 MAX_INLINE = 60                 # nesting of a rule that is put where it is used
@@ -36,6 +36,7 @@ MAX_PARTS = 400_000             # of a grammar
 MAX_PATHS = 5000                # rules that left recursion may turn into
 MAX_KNOWN = 4000                # expressions that are remembered
 MAX_CYCLES = 16
+SINGLE = frozenset(map(id, BYTES))
 RUN = 8                         # equal parts in a row from which they become a repeat
 
 
@@ -48,9 +49,12 @@ class _Normalizer:
         self.ids = {name: nodes.new_rule() for name in rules.rules}
         self.put: dict[str, int] = {}               # what is put where a rule is used: it itself, if it has no references, or a Ref
         self.rules: dict[int, int] = {}
-        self._made: dict[int, tuple[int, bool]] = {}    # by identity: expressions in which no reference is left, and whether they had some
+        self._made: dict[int, int] = {}             # by identity: expressions with references to rules that are known
+        self._plain = dict(nodes.single)            # the same of those without any
+        self._solving = False                       # rules that lead to each other: what they refer to is not known yet
         self._refs: dict[int, frozenset[int]] = {}
         self._normal: dict[int, int] = {}
+        self._free: set[int] = set()                # by identity: expressions that refer to no rules
         graph = {name: self._names(expr) for name, expr in rules.rules.items()}
         for component in components(graph):
             name = component[0]
@@ -90,7 +94,9 @@ class _Normalizer:
         cycles = self.nodes._cycles
         found = cycles.pop(key, None)
         if found is None:
+            self._solving = True
             made = self._made_of(exprs)
+            self._solving = False
             found = exprs, {name: self.ids[name] for name in exprs}, made, {name: self.put[name] for name in exprs}
             if len(cycles) >= MAX_CYCLES:
                 del cycles[next(iter(cycles))]      # the one that was not used for longest
@@ -117,17 +123,17 @@ class _Normalizer:
 
     def _names(self, expr: Expr) -> set[str]:
         """The rules that an expression refers to."""
-        known, seen, found, todo = self.nodes._known, set(), set(), [Cat((expr,))]
+        known, free, seen, found, todo = self.nodes._known, self._free, set(), set(), [expr]
         while todo:
             one = todo.pop()
-            if id(one) not in known and id(one) not in seen:
+            kind = type(one)
+            if kind is Ref:
+                found.add(one.name)
+            elif kind is not Byte and id(one) not in known and id(one) not in free and id(one) not in seen:
                 seen.add(id(one))
-                for part in (one.item,) if type(one) is Repeat else one.parts:
-                    kind = type(part)
-                    if kind is Ref:
-                        found.add(part.name)
-                    elif kind is not Byte:
-                        todo.append(part)
+                todo += (one.item,) if kind is Repeat else [part for part in one.parts if type(part) is not Byte]
+        if not found:
+            free |= seen
         tick()
         return found & self.ids.keys()
 
@@ -135,7 +141,10 @@ class _Normalizer:
         """The node of an expression. rule: where it stands, for the user."""
         nodes, kind = self.nodes, type(expr)
         if kind is Byte:
-            return nodes.byte(expr.mask)
+            node = self._plain[id(expr)] = nodes.byte(expr.mask)
+            if id(expr) in SINGLE:
+                nodes.single[id(expr)] = node
+            return node
         if kind is Ref:
             self.met += 1
             found = self.put.get(expr.name)
@@ -146,14 +155,16 @@ class _Normalizer:
             return found
         found = self._made.get(id(expr))
         if found is not None:
-            self.met += found[1]
-            return found[0]
+            self.met += 1
+            return found
         known = nodes._known.get(id(expr))
         if known is not None and known[0] is expr:
+            self._plain[id(expr)] = known[1]
             return known[1]
         before = self.count, self.met
         self.count += 1 if kind is Repeat else len(expr.parts)
-        tick()
+        if not self.count & 7:                      # whoever makes nodes pauses, but these may all be there
+            tick()
         if depth > MAX_DEPTH or self.count > MAX_PARTS:
             what = f"nested deeper than {MAX_DEPTH}" if depth > MAX_DEPTH else f"more than {MAX_PARTS} parts"
             raise GrammarError(f"the grammar is too large: {what}, in rule {rule}", "grammar", rule)
@@ -162,33 +173,43 @@ class _Normalizer:
                 raise GrammarError(f"a repeat of {expr.low} to {expr.high} times, in rule {rule}", "repeat", rule)
             node = nodes.rep(self._convert(expr.item, rule, depth + 1), expr.low, expr.high)
         else:
-            parts: list[int] = []
-            for part in expr.parts:
-                if type(part) is Byte:              # as most are
-                    node = nodes._bytes.get(part.mask)
-                elif type(part) is Ref:
-                    node = self.put.get(part.name)
-                    self.met += 1
-                else:
-                    node = None
-                parts.append(self._convert(part, rule, depth + 1) if node is None else node)
-            node = nodes.cat(self._runs(parts)) if kind is Cat else nodes.alt(parts)
-        if not nodes.stacked[node]:
-            self._made[id(expr)] = node, self.met > before[1]
-            if self.count - before[0] > 16 and self.met == before[1]:
+            parts = list(map(self._plain.get, map(id, expr.parts)))
+            if None in parts:
+                for i, part in enumerate(expr.parts):
+                    if type(part) is Ref:
+                        parts[i] = self.put.get(part.name)
+                        self.met += 1
+                    if parts[i] is None:
+                        parts[i] = self._convert(part, rule, depth + 1)
+            node = self._joined(parts) if kind is Cat else nodes.alt(parts)
+        if self.met > before[1]:
+            if not (self._solving and nodes.stacked[node]):
+                self._made[id(expr)] = node
+        else:
+            self._plain[id(expr)] = node
+            if self.count - before[0] > 16:
                 if len(nodes._known) >= MAX_KNOWN:
                     nodes._known.clear()
                 nodes._known[id(expr)] = expr, node     # holding `expr` keeps its id from being used again
         return node
+
+    def _joined(self, parts: list[int]) -> int:
+        """The cat of parts, with runs as repeats."""
+        nodes = self.nodes
+        if 1 < len(parts) <= CHUNK and EMPTY not in parts and NEVER not in parts and nodes._cats.isdisjoint(parts):
+            items = list(map(nodes.items.__getitem__, parts))
+            if True not in map(operator.eq, items, items[1:]):          # as most are: there is nothing to put together
+                return nodes._cat(parts)
+        return nodes.cat(self._runs(parts))
 
     def _runs(self, parts: list[int]) -> list[int]:
         """Parts of a Cat, many equal ones as a repeat: x{a,b} x{c,d} is x{a+c,b+d}."""
         items, keys = list(map(self.nodes.items.__getitem__, parts)), self.nodes.keys
         if not any(map(operator.eq, items, items[1:])):
             return parts
-        if len(set(items)) > len(items) - RUN + 1 and all(one != other or keys[parts[i]][0] == keys[parts[i + 1]][0] == "byte"
-                                                          for i, (one, other) in enumerate(zip(items, items[1:]))):
-            return parts                            # as words with a double letter
+        twice = [i for i in range(len(parts) - 1) if items[i] == items[i + 1]]
+        if len(twice) < RUN - 1 and all(keys[parts[i]][0] == keys[parts[i + 1]][0] == "byte" for i in twice):
+            return parts                            # as words with double letters
         found: list[int] = []
         for item, run in itertools.groupby(map(self.nodes.bounds, parts), key=lambda bounds: bounds[0]):
             _, lows, highs = zip(*run)

@@ -114,6 +114,8 @@ class Regex(Parser):
     NAMED = re.compile(r"\(\?P?<([^\W\d]\w*)>")
     OCTAL = re.compile(r"[0-3][0-7]{2}|0[0-7]?")
     PROPERTY = re.compile(r"\{([^{}]*)\}|([A-Z])")
+    PLAIN = re.compile(r"[A-Za-z0-9_ :;,/@<>=-]+(?![*+?{])")
+    MARKS = {"*": (0, None), "+": (1, None), "?": (0, 1)}
     POSIX = re.compile(r"\[:\^?[a-z]+:\]")
     COMMENT = re.compile(r"[ \t\n\r\f\v]|#[^\n]*")
     CONTROL, CHARACTER_NAME = re.compile("[a-zA-Z]"), re.compile(r"\{([^{}]*)\}")
@@ -143,8 +145,11 @@ class Regex(Parser):
                "^": "take_anchor", "$": "take_anchor"}
 
     def take(self, char: str, at: int) -> None:
-        """A character that stands for itself."""
-        self.add_set(self.folded([(ord(char), ord(char))]))
+        """A character that stands for itself, and those behind it that do and are not repeated."""
+        run = None if self.flags else self.PLAIN.match(self.text, at)
+        self.at = run.end() if run else self.at
+        for one in run[0] if run else char:
+            self.add_set(self.folded([(ord(one), ord(one))]) if "i" in self.flags else ((ord(one), ord(one)),))
 
     def take_dot(self, char: str, at: int) -> None:
         """`.`: anything but a newline."""
@@ -178,7 +183,7 @@ class Regex(Parser):
             count = self.counts()
             self.at = self.at if count else at + 1
             return count
-        return {"*": (0, None), "+": (1, None), "?": (0, 1)}.get(char)
+        return self.MARKS.get(char)
 
     def repeat(self, low: int, high: int | None, at: int) -> None:
         """Repeats what was read last."""

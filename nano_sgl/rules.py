@@ -36,6 +36,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import NamedTuple
 
 MAX_DEPTH = 64             # groups in groups: whoever walks an expression may recurse
 MAX_COUNT = 2**31 - 1      # of one repeat: the device counts down in an int32
@@ -47,14 +48,14 @@ SURROGATES = (0xD800, 0xDFFF)
 
 # -- expressions --
 
-@dataclass(frozen=True, slots=True)
-class Byte:
+class Byte(NamedTuple):
     """One byte out of a set. mask: bit b is set for byte b; never 0."""
     mask: int
 
 
 class Tree:
-    """An expression with others in it: it remembers its hash, which is that of all below."""
+    """An expression with others in it: it remembers its hash, which is that of all below. It never changes, though nothing forbids it: that takes
+    time."""
     __slots__ = ("_hash",)
 
     def hash(self) -> int:
@@ -62,25 +63,25 @@ class Tree:
         found = getattr(self, "_hash", None)
         if found is None:
             found = hash((type(self), self.item, self.low, self.high) if type(self) is Repeat else (type(self), self.parts))
-            object.__setattr__(self, "_hash", found)
+            self._hash = found
         return found
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Cat(Tree):
     """All parts, one after the other; without parts the empty text."""
     parts: tuple[Expr, ...]
     __hash__ = Tree.hash
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Or(Tree):
     """One of the parts; without parts nothing at all."""
     parts: tuple[Expr, ...]
     __hash__ = Tree.hash
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Repeat(Tree):
     """`low` to `high` times the item, None: any number."""
     item: Expr
@@ -89,14 +90,14 @@ class Repeat(Tree):
     __hash__ = Tree.hash
 
 
-@dataclass(frozen=True, slots=True)
-class Ref:
+class Ref(NamedTuple):
     """A rule of the grammar, by name."""
     name: str
 
 
 Expr = Byte | Cat | Or | Repeat | Ref
 EMPTY, NEVER = Cat(()), Or(())
+NESTED = frozenset((Cat, Or))  # kinds that `cat` looks into
 BYTES = [Byte(1 << b) for b in range(256)]
 
 
@@ -145,8 +146,12 @@ class time_limit:  # noqa: N801 (it is used as a function)
 
 def tick() -> None:
     """A step of something that may be long. Called where nothing is half done."""
-    if next(TICKS) & 255:
-        return
+    if not next(TICKS) & 255:
+        pause()
+
+
+def pause() -> None:
+    """What `tick` does, now and then."""
     now = time.monotonic()
     if now > CLOCK.deadline:
         raise GrammarError("the grammar takes too long", "grammar")
@@ -161,29 +166,33 @@ def tick() -> None:
 
 def cat(parts: Iterable[Expr]) -> Expr:
     """All parts, one after the other."""
-    flat: list[Expr] = []
-    for part in parts:
-        kind = type(part)
-        if kind is Cat:
-            flat += part.parts
-        elif kind is Or and not part.parts:
-            return NEVER
-        else:
-            flat.append(part)
-    return flat[0] if len(flat) == 1 else Cat(tuple(flat))
+    parts = tuple(parts)
+    if not NESTED.isdisjoint(map(type, parts)):
+        flat: list[Expr] = []
+        for part in parts:
+            kind = type(part)
+            if kind is Cat:
+                flat += part.parts
+            elif kind is Or and not part.parts:
+                return NEVER
+            else:
+                flat.append(part)
+        parts = tuple(flat)
+    return parts[0] if len(parts) == 1 else Cat(parts)
 
 
 def alt(parts: Iterable[Expr]) -> Expr:
     """One of the parts. Single bytes become one set."""
-    mask, others = 0, []
+    mask, others, last = 0, [], None
     for part in parts:
         kind = type(part)
         if kind is Byte:
             mask |= part.mask
+            last = part
         elif kind is not Or or part.parts:
             others.append(part)
     if mask:
-        others.insert(0, Byte(mask))
+        others.insert(0, last if last.mask == mask else Byte(mask))
     return others[0] if len(others) == 1 else Or(tuple(others))
 
 
@@ -253,15 +262,37 @@ def chars(ranges: Ranges) -> Expr:
 
 def spell(ranges: Ranges, lead: int, rest: int) -> list[Expr]:
     """Numbers out of the ranges as one byte, whose upper bits are `lead`'s, and `rest` bytes of six bits. Each part begins with other bytes."""
-    below: dict[int, list[tuple[int, int]]] = {}  # first byte -> ranges of what follows
+    return [cat((Byte(sum((2 << last) - (1 << first) for first, last in tops) << lead), follow(tail, rest)))
+            for tail, tops in blocks(ranges, 1 << 6 * rest).items()]
+
+
+def blocks(ranges: Ranges, size: int) -> dict[Ranges, list[tuple[int, int]]]:
+    """Numbers in blocks of a size: what there is of a block, counted from where it begins, and the blocks of which there is just that, as ranges."""
+    found: dict[Ranges, list[tuple[int, int]]] = {}
+    block, inside = 0, []
+
+    def add(inside: list[tuple[int, int]], first: int, last: int) -> None:
+        blocks = found.setdefault(tuple(inside), [])
+        if blocks and blocks[-1][1] + 1 == first:
+            first = blocks.pop()[0]
+        blocks.append((first, last))
+
     for first, last in ranges:
-        for top in range(first >> 6 * rest, (last >> 6 * rest) + 1):
-            base = top << 6 * rest
-            below.setdefault(lead | top, []).append((max(first - base, 0), min(last - base, (1 << 6 * rest) - 1)))
-    masks: dict[Ranges, int] = {}
-    for byte, tail in below.items():
-        masks[tuple(tail)] = masks.get(tuple(tail), 0) | 1 << byte
-    return [cat((Byte(mask), follow(tail, rest))) for tail, mask in masks.items()]
+        begin, end = first // size, last // size
+        if begin != block and inside:
+            add(inside, block, block)
+            inside = []
+        if begin < end:
+            add([*inside, (first - begin * size, size - 1)], begin, begin)
+            if begin + 1 < end:
+                add([(0, size - 1)], begin + 1, end - 1)
+            inside = []
+            first = end * size
+        inside.append((first - end * size, last - end * size))
+        block = end
+    if inside:
+        add(inside, block, block)
+    return found
 
 
 @lru_cache(maxsize=2048)
