@@ -398,7 +398,9 @@ class Grammar:
             found = self._set_ids[key] = len(self._sets)
             self._sets.append((may_end, key[1:]))
             self._places += len(configs) + 1
-            self._check_size()
+            if self._places + self._stacks.places > MAX_PLACES:
+                self._check_size()
+            tick()
         return found
 
     def _uncovered(self, merged: dict[tuple[int, int, int], int]) -> dict[tuple[int, int, int], int]:
