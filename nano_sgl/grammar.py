@@ -43,7 +43,7 @@ from __future__ import annotations
 import argparse
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -379,11 +379,11 @@ class Grammar:
     def _set(self, may_end: bool, configs: Sequence[tuple]) -> int:
         if len(configs) == 1:
             return self._interned(may_end, tuple(configs))
-        merged: dict[tuple[int, int, int], int] = {}
+        stacks: dict[tuple[int, int, int], dict[int, None]] = {}
         for q, stack, loop, count in configs:
-            other = merged.setdefault((q, loop, count), stack)
-            if other != stack:
-                merged[q, loop, count] = self._stacks.of(self._stacks.frames[other] | self._stacks.frames[stack])
+            stacks.setdefault((q, loop, count), {})[stack] = None
+        merged = {key: next(iter(some)) if len(some) == 1 else self._stacks.of(frozenset().union(*map(self._stacks.frames.__getitem__, some)))
+                  for key, some in stacks.items()}
         if len(merged) > 1 and any(key[1] for key in merged):
             merged = self._uncovered(merged)
         return self._interned(may_end, sorted([(q, stack, loop, count) for (q, loop, count), stack in merged.items()]))
@@ -442,6 +442,7 @@ class Grammar:
         key = accept_from, configs
         index = self._state_ids.get(key)
         if index is None:
+            self._check_states(1)
             index = self._state_ids[key] = self.tables.add_states(1, accept_from)
             self._configs[index] = configs
         return index, keep, add
@@ -535,8 +536,20 @@ class Grammar:
             found = self._joined[key] = self._value(tuple(lines))
         return found
 
+    def _join_all(self, values: Iterable[int]) -> int:
+        """The same of many. Those that always hold at once: what they come to two by two would be kept, too."""
+        left = sorted(set(values) - {0})
+        if len(left) > 2 and all(len(self._values[value]) == 1 and self._values[value][0][:2] == (0, INF) for value in left):
+            sets = [self._sets[self._values[value][0][2]] for value in left]
+            which = self._set(any(may_end for may_end, _ in sets), [config for _, configs in sets for config in configs])
+            return self._value(((0, INF, which),))
+        while len(left) > 1:
+            left = [self._join(*left[i : i + 2]) if i + 1 < len(left) else left[i] for i in range(0, len(left), 2)]
+        return left[0] if left else 0
+
     def _values_of(self, readings: list[tuple[int, int]]) -> list[int]:
         """Of each (state of the automaton, stack) the value that always leads to this reading alone. Rows of new text are made of these."""
+        self._check_states(len(readings))
         tables, found, always = self.tables, [], (0, INF)
         state = start = tables.states.size
         line = tables.lines.size
@@ -562,9 +575,11 @@ class Grammar:
             self._check_size()
         return found
 
-    def _check_size(self) -> None:
-        if len(self._state_ids) > MAX_GRAMMAR_STATES:
+    def _check_states(self, more: int) -> None:
+        if len(self._state_ids) + more > MAX_GRAMMAR_STATES:
             raise GrammarError(f"the grammar needs more than {MAX_GRAMMAR_STATES} states", "grammar")
+
+    def _check_size(self) -> None:
         if self.places > MAX_PLACES:
             raise GrammarError(f"the grammar is too ambiguous: its states hold more than {MAX_PLACES} places in its rules", "grammar")
         if self.tables.nbytes > MAX_TABLE_BYTES:

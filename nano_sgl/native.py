@@ -99,7 +99,7 @@ class RowWalk(ctypes.Structure):
 
     _fields_ = [*((name, _P) for name in ("walk", "places", "firsts", "map", "readings", "head", "differs", "different", "left", "tokens",
                                           "groups", "pairs", "leaves")),
-                *((name, _I) for name in ("room", "at", "size", "full", "num_different", "num_left", "leaves_out", "num_tokens", "num_pairs",
+                *((name, _I) for name in ("room", "at", "size", "work", "full", "num_different", "num_left", "leaves_out", "num_tokens", "num_pairs",
                                           "num_leaves", "unknown"))]
 
 

@@ -29,7 +29,6 @@ Source: XGrammar (Dong et al. 2024) for tokens that need no look at the stack.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import ne
 
 import numpy as np
 
@@ -171,17 +170,16 @@ class RowBuilder:
     def _gather(self, which: int, vec: list[int], tokens: np.ndarray, groups: np.ndarray, pairs: list[int], leaves: list[list[int]]) -> Row:
         """From a map, the value of each of its classes, and what `TrieWalker.read` has found."""
         grammar, of_leaf = self.grammar, self._values(leaves)
-        values, below = [], []                      # of each group, and of its class
-        for pair in pairs:
-            before, value = pair >> 32, of_leaf[pair & INDEX]
-            if before >= 0:
-                below.append(below[before])
-                values.append(grammar._join(values[before], value))
-            else:
-                below.append(vec[~before % INSTEAD])
-                values.append(value if ~before >= INSTEAD else grammar._join(below[-1], value))
-        changed = list(map(ne, values, below))
-        if not all(changed):
+        used, values, changed = set(groups.tolist()), [0] * len(pairs), [False] * len(pairs)
+        for group in used:
+            parts, at = [], group
+            while at >= 0:                          # back to a class: what is joined on the way is nobody's
+                parts.append(of_leaf[pairs[at] & INDEX])
+                at = pairs[at] >> 32
+            base = vec[~at % INSTEAD]
+            values[group] = grammar._join_all(parts if ~at >= INSTEAD else [base, *parts])
+            changed[group] = values[group] != base
+        if sum(changed) < len(used):
             kept = np.array(changed)[groups]
             tokens, groups = tokens[kept], groups[kept]
         if tokens.size > MAX_OVERRIDES:
@@ -462,8 +460,8 @@ def _demo() -> None:
             self._lines.append(lines)
             return len(self._lines) - 1
 
-        def _join(self, a: int, b: int) -> int:
-            return a or b
+        def _join_all(self, values: list[int]) -> int:
+            return max(values)
 
         def _values_of(self, readings: list[tuple[int, int]]) -> list[int]:
             return [self._value(((0, INF, self._set(False, ((q, stack, 0, 0),))),)) for q, stack in readings]

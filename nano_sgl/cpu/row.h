@@ -17,6 +17,7 @@ struct Reading {
 };
 
 constexpr int32_t SOLE = -2;
+constexpr int64_t WORK = 10'000'000;            // comparisons and looks at nodes, of a row: some 50 ms
 
 // What comes behind a piece are firsts[after .. end], (state, place) each, the states expanded; after is -1 if that is not known yet. A place that
 // counts has a state `between` two characters (else it is -1), where it may end after `least` to `most` more. own: its count is that of the row.
@@ -36,8 +37,8 @@ struct RowWalk {
     int32_t *tokens, *groups;                   // the result: tokens ascending, and the group of each,
     int64_t* pairs;                             // a group is (a group before it, or ~class, or ~(class + INSTEAD)) << 32 | leaf,
     int32_t* leaves;                            // a leaf is (place, state, begun, x)
-    // full: there was no room for a reading. leaves_out: whether there is such a thing as `left`
-    int64_t room, at, size, full, num_different, num_left, leaves_out, num_tokens, num_pairs, num_leaves, unknown;
+    // work: what was done so far. full: there was no room for a reading, or no time. leaves_out: whether there is such a thing as `left`
+    int64_t room, at, size, work, full, num_different, num_left, leaves_out, num_tokens, num_pairs, num_leaves, unknown;
 };
 
 enum { FOLLOWED, EXPAND_STATE, END_PLACE, TOO_LONG };   // what `follow_readings` returns
@@ -45,13 +46,13 @@ enum { FOLLOWED, EXPAND_STATE, END_PLACE, TOO_LONG };   // what `follow_readings
 void forget(RowWalk& w) {
     for (int64_t i = 0; i < w.size; i++) w.head[w.readings[i].node] = -1;
     for (int64_t i = 0; i < w.num_different; i++) w.differs[w.different[i]] = 0;
-    w.size = w.at = w.full = w.num_different = w.num_left = 0;
+    w.size = w.at = w.work = w.full = w.num_different = w.num_left = 0;
 }
 
 void add_reading(RowWalk& w, const Reading& one) {
-    for (int32_t at = w.head[one.node]; at >= 0; at = w.readings[at].next)
+    for (int32_t at = w.head[one.node]; at >= 0; at = w.readings[at].next, w.work++)
         if (w.readings[at].equals(one)) return;
-    w.full |= w.size == w.room;
+    w.full |= w.size == w.room || w.work > WORK;
     if (w.full) return;
     w.readings[w.size] = one;
     w.readings[w.size].next = w.head[one.node];
@@ -84,12 +85,12 @@ void go_down(RowWalk& w, int32_t node, int32_t state, int32_t place, int32_t beg
 void end_at(RowWalk& w, int32_t place, const int16_t* members, const int32_t* nodes, const int32_t* counts, int64_t n, int32_t x) {
     const Walk& t = *w.walk;
     const Ending p = w.places[place];
-    for (int32_t i = p.after; i < p.end; i++) {
+    for (int32_t i = p.after; i < p.end && !w.full; i++) {
         const int32_t state = w.firsts[2 * i], behind = w.firsts[2 * i + 1], *row = t.delta + 256 * (int64_t)state;
         const bool first = state == w.places[behind].between;
         for (int byte = 0; byte < 256; byte++) {
             const int32_t* start = nodes;
-            for (int32_t k = t.byte_starts[byte]; row[byte] >= 0 && k < t.byte_starts[byte + 1]; k++) {
+            for (int32_t k = t.byte_starts[byte]; row[byte] >= 0 && k < t.byte_starts[byte + 1]; k++, w.work++) {
                 const int32_t kid = t.by_byte[k], above = t.parent[kid];
                 if (!members) start = std::lower_bound(start, nodes + n, above);
                 if (!kid || (members ? members[above] < 0 : start == nodes + n || *start != above)) continue;
