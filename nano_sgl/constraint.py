@@ -50,6 +50,7 @@ from .spec import Step
 from .vocab import Vocab
 
 FOREVER = 2**62
+MOST = 4096                # tokens whose logits alone are computed in one step: gathering what they are made of is work, too
 FADE, OFTEN = 0.2, 0.3     # how fast a request's habit is forgotten; share of steps from which on it is worth places in each of them
 LEARN = 0.4                # how much the last step counts of how far a chain is followed
 FOLLOWS, ROWS = 0.65, 10   # how likely a token of a chain must be to be worth its place, in steps of many rows; and of fewer, rows by ROWS
@@ -102,7 +103,6 @@ class Constraint:
         self.often += (bool(here) - self.often) * FADE
         return here - self.drafted - 1 if here > self.drafted else self.longest * (self.often > OFTEN)
 
-
     def few(self, count: int) -> list[np.ndarray | None]:
         """Of the first of `count` places at which it samples from its state on: the tokens that may come there, if they are few."""
         return self.grammar.tables.few.get(self.state, [])[:count] if self.leave_at == FOREVER else []
@@ -110,7 +110,7 @@ class Constraint:
 
 def sort_places(lists: Sequence[Sequence[np.ndarray | None]], counts: Sequence[int]) -> list[np.ndarray]:
     """The places of a step, `counts` of each row; `lists` say of the first of a row what may come there, if that is few. (Places that need the logits
-    of all tokens, those that do not, the tokens of the latter), int64 each."""
+    of all tokens, those that do not, the tokens of the latter), int64 each. More than MOST are not worth it: then all need all."""
     needs_all, tokens, first = np.ones(sum(counts), bool), [], 0
     for some, count in zip(lists, counts):
         for place, allowed in enumerate(some, start=first):
@@ -118,7 +118,10 @@ def sort_places(lists: Sequence[Sequence[np.ndarray | None]], counts: Sequence[i
                 needs_all[place] = False
                 tokens.append(allowed)
         first += count
-    return [np.flatnonzero(needs_all), np.flatnonzero(~needs_all), np.unique(np.concatenate(tokens)) if tokens else np.zeros(0, np.int64)]
+    union = np.unique(np.concatenate(tokens)) if tokens else np.zeros(0, np.int64)
+    if len(union) > MOST:
+        needs_all[:], union = True, union[:0]
+    return [np.flatnonzero(needs_all), np.flatnonzero(~needs_all), union]
 
 
 class Group(NamedTuple):

@@ -259,6 +259,10 @@ class Engine:
     def validate(self, request: Request) -> None:
         """RequestError, which says what is wrong, where `add` would refuse. Reads only what never changes: safe in any thread."""
         request.verify(self.vocab_size, self.context_len)
+        tag = request.params.reasoning_end
+        if tag is not None and any(token.special and token.content == tag for token in self.tokenizer.added_tokens_decoder.values()):
+            raise RequestError(f"reasoning_end {tag!r} is a special token of this model's tokenizer, which is no text that a grammar could see: "
+                               "give a closing tag that is", "reasoning_end")
         self.scheduler.validate(request)
 
     def compile(self, request: Request) -> Future | None:

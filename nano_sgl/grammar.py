@@ -121,7 +121,8 @@ class Grammar:
         self._automaton, self._nodes = shared.automaton, shared.automaton.nodes
         self._rules, start, *closing = normal or normalize(self._nodes, rules)
         if start == NEVER:
-            raise GrammarError("the grammar matches nothing that the model's tokens can write", "grammar", rules.start)
+            why = "a rule that leads only to itself, ^ or $ with text around it, a class of no characters, half of a surrogate pair"
+            raise GrammarError(f"the grammar matches nothing that the model's tokens can write ({why})", "grammar", rules.start)
         self._cut: dict[int, int] = {}                              # rule -> its node, cut into pieces
         self._first: dict[int, list[tuple[int, tuple[int, ...]]]] = {}
         self._stacks = Stacks(self._nodes)
@@ -648,6 +649,8 @@ def _main(argv: Sequence[str] | None = None) -> None:
     machine = figures.explore(made.start, following, lambda state, byte: made.step_bytes(state, bytes([byte])), made.is_accepting,
                               lambda state: state & INDEX, limit=50 * args.states)
     print(f"{kind} {args.text}\n\n{figures.draw(machine, vocab.tokens, name, args.states)}")
+    if any(config[3] == REGISTER for index in machine.edges for config in made._configs[index]):
+        print("\nA state that counts the characters of a bounded repeat is drawn as one: its edges, and its end, hold for some counts only.")
 
 
 if __name__ == "__main__":

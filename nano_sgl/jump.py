@@ -31,7 +31,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from .grammar import INDEX, MAX_ROW_S, REGISTER, Grammar, compile
+from .grammar import COUNT_SHIFT, INDEX, MAX_ROW_S, REGISTER, Grammar, compile
 from .rules import time_limit
 from .vocab import Vocab
 
@@ -115,20 +115,28 @@ def build_chain(grammar: Grammar, state: int, pause: Callable[[], bool] = lambda
             break
         path.append(after)
     grammar.row(path[-1])
-    ids, may_come = ids[:len(path) - 1], [few(grammar, at) for at in path]
+    ids, may_come = ids[:len(path) - 1], [few_allowed(grammar, at) for at in path]
     with grammar.shared.lock:
         start = tables.chain_tokens.append(np.array(ids, np.int32))
         for i, at in enumerate(path[:1] if goes_on or not ids else path[:-1]):      # of one that goes on, the others get longer ones of their own
             if at not in tables.chain_of:
-                tables.few[at], tables.chain_of[at] = may_come[i:], ids[i:]
+                if any(some is not None for some in may_come[i:]):
+                    tables.few[at] = may_come[i:]
+                tables.chain_of[at] = ids[i:]
                 tables.chains.append(np.array([[at, start + i, len(ids) - i]]))
     return ids
 
 
-def few(grammar: Grammar, state: int) -> np.ndarray | None:
+def few_allowed(grammar: Grammar, state: int) -> np.ndarray | None:
     """The tokens that may come in a state, [n] int64, if they are few."""
-    allowed = np.flatnonzero(np.unpackbits(grammar.mask(state).view(np.uint8), bitorder="little"))
-    return allowed if 0 < len(allowed) <= MAX_FEW else None
+    row, tables = grammar.row(state), grammar.tables
+    of_class, over = tables.allowed(row.vec, state >> COUNT_SHIFT) > 0, tables.allowed(row.over_values, state >> COUNT_SHIFT) > 0
+    if max(tables.class_sizes[row.map][of_class].sum(), over.sum()) > MAX_FEW:      # before all of the vocabulary is looked at
+        return None
+    allowed = np.flatnonzero(of_class[tables.maps[row.map]]) if of_class.any() else np.zeros(0, np.int64)
+    ends = grammar.vocab.end_ids if grammar.is_accepting(state) else ()
+    allowed = np.unique(np.concatenate([allowed, row.over_tokens[over], np.array(ends, np.int64)]))
+    return allowed.astype(np.int64) if 0 < len(allowed) <= MAX_FEW else None
 
 
 def retokenized(grammar: Grammar, state: int, ids: list[int]) -> tuple[list[int], int] | None:

@@ -143,9 +143,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_f
 
     With a grammar (regex, ebnf, choice, json_schema, json_object or structural_tag) each token continues a text that the grammar knows. The
     output ends when an end token is sampled, which it can be once the text is complete, under ignore_eos too: where nothing may follow,
-    nothing else is left.
-    A request whose grammar is complete while min_tokens still forbids the end fails at that token. Stop strings, ids and patterns, and
-    max_tokens, may cut the text short of it. logit_bias and penalties come before the grammar's mask: they move what is allowed, and
+    nothing else is left. Where min_tokens still forbids the end by then, the output ends there without an end token. Stop strings, ids and
+    patterns, and max_tokens, may cut the text short of it. logit_bias and penalties come before the grammar's mask: they move what is allowed, and
     allow nothing more.
     """
 

@@ -312,13 +312,13 @@ class Scheduler:
                 if n:
                     self._own(req, slots[:n])
                     slots = slots[n:]
-                plan[req] = 1
+                plan[req], req.forced = 1, 0  # what it guesses is in draft_lens
             return draft_lens
         for req in sorted(rows, key=_dearest_first):  # who is served last is cheap to retract
             missing = self._missing(req, needed(req))
             if req.state == "running" and not req.leaving and self._make_room(req, missing):
                 self._own(req, self._alloc(missing))
-                plan[req] = 1
+                plan[req], req.forced = 1, 0
         return draft_lens
 
     def _shorten(self, draft_lens: dict[Req, int], rows: int) -> dict[Req, int]:

@@ -9,13 +9,14 @@ import threading
 import time
 import weakref
 
+import numpy as np
 import pytest
 import torch
 
 import engines
 import tiny
 from engines import make, overlapped, params, prompt, request, run, same
-from nano_sgl import LLM, grammar, masks
+from nano_sgl import LLM, constraint, grammar, masks
 from nano_sgl.protocol import RequestError
 from nano_sgl.rules import GrammarError
 
@@ -423,3 +424,12 @@ def test_an_event_loop_waits_for_no_grammar_of_others(path, slow):
     with LLM(str(path), max_total_tokens=512, grammar_cache_size=64) as llm:
         assert llm.generate([65], params(regex="ab", ignore_eos=False)).text == "ab"  # before both threads are busy
         asyncio.run(main(llm))
+
+
+def test_places_that_need_few_logits(monkeypatch):
+    one, other = np.array([3, 5]), np.array([5, 9])
+    sort = lambda lists, counts: [part.tolist() for part in constraint.sort_places(lists, counts)]  # noqa: E731
+    assert sort([[one, None], (), [other]], [3, 1, 2]) == [[1, 2, 3, 5], [0, 4], [3, 5, 9]]
+    assert sort([(), ()], [1, 2]) == [[0, 1, 2], [], []]
+    monkeypatch.setattr(constraint, "MOST", 2)
+    assert sort([[one], [other]], [1, 1]) == [[0, 1], [], []], "so many rows of the head are not gathered"

@@ -419,6 +419,22 @@ FUZZ = {
 }
 
 
+@pytest.mark.parametrize("native_walks", [True, False])
+def test_many_readings_of_a_token_are_joined_at_once(native_walks):
+    """Their sums on the way would be states, too."""
+    letters = [bytes([b]) for b in range(97, 123)]
+    tokens = [*letters, *(a + b for a in letters for b in letters[:5]), *(b"x%d" % i for i in range(40)), *(b"%d" % i for i in range(10)), None]
+    vocab = with_walker(Vocab(tokens, [len(tokens) - 1]), native_walks)
+    ways = " | ".join(f'"a" [a-z]{{1,{50 + i}}} t{i}' for i in range(40))
+    rules = "\n".join(f't{i} ::= "x{i}" t{i}?' for i in range(40))
+    machine = grammar.compile("ebnf", f"root ::= {ways}\n{rules}", vocab)
+    state = machine.step_bytes(machine.start, b"abc")
+    for _ in range(4):
+        assert allowed(machine, state) >= set(range(26))
+        state = machine.step(state, 3)
+    assert len(machine.tables.rows) < 400 and machine.places < 40_000
+
+
 @pytest.mark.parametrize("name", FUZZ)
 def test_it_neither_hangs_nor_fills_the_memory(name):
     made = FUZZ[name]()

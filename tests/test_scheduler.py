@@ -821,6 +821,7 @@ def test_guesses_come_with_the_last_chunk_of_a_prompt(page):
         return counts
     assert first(10, 6) == [6] and first(10, 6, max_tokens=3) == [2] and first(10, 6, max_tokens=1) == [0]
     assert first(10, 6, budget=12) == [2] and first(12, 6, budget=8) == [0, 4] and first(8, 6, budget=8) == [0]
+    assert first(9, 6, budget=8, cache=False) == [0, 0], "a row that decodes guesses what it is told to"
     d = Driver(page=page, pool=44)
     d.scheduler.ratio = 0.0
     d.add(ids(20), max_tokens=12)

@@ -180,6 +180,14 @@ def test_a_schema_that_cannot_be_held_is_refused_before_anything_starts(llm, sch
     assert not llm.engine.has_work
 
 
+def test_a_closing_tag_that_is_a_special_token_is_refused(llm):
+    special = next(token.content for token in llm.tokenizer.added_tokens_decoder.values() if token.special)
+    with pytest.raises(RequestError, match="special token") as error:
+        llm.generate("a", SamplingParams(regex="a", reasoning_end=special))
+    assert error.value.param == "reasoning_end"
+    assert llm.generate("a", SamplingParams(regex="a", reasoning_end=special + "!", thinking_budget=1, max_tokens=99)).text.endswith("a")
+
+
 def test_pydantic_says_itself_what_has_no_schema():
     class Callback(BaseModel):
         call: Callable[[], int]
