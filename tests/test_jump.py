@@ -110,7 +110,7 @@ def test_a_chain_is_forced_text_whose_states_have_rows(kind, text, whitespace):
             assert grammar.tables.rows[at & INDEX] is not None
             at = grammar.step(at, token)
         assert grammar.tables.rows[at & INDEX] is not None
-        path = itertools.accumulate(chain, grammar.step, initial=state)
+        path = list(itertools.accumulate(chain, grammar.step, initial=state))
         for at, allowed in zip(path, grammar.tables.few.get(state, [None] * len(path)), strict=True):
             mask = np.flatnonzero(np.unpackbits(grammar.mask(at).view(np.uint8), bitorder="little"))
             assert len(mask) > MAX_FEW if allowed is None else allowed.tolist() == mask.tolist()
