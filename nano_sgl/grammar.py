@@ -51,10 +51,11 @@ from . import figures, json_schema, schema, structural_tag  # noqa: F401 (two of
 from .automaton import UNKNOWN, Automaton, Template
 from .nodes import COMPARED, DONE, NEVER, Stacks
 from .normal_form import normalize
-from .rows import INF, REGISTER, Places, RowBuilder
+from .rows import RowBuilder
 from .rules import Byte, Cat, GrammarError, Ref, Repeat, Rules, tick, time_limit
 from .tables import ADD_SHIFT, COUNT_SHIFT, INDEX, KEEP, MORE, Row, Tables, join_maps
 from .vocab import Vocab
+from .waves import INF, REGISTER, Places
 
 MAX_READINGS = 1000             # configurations of one state
 MAX_GRAMMAR_STATES = 50_000
@@ -128,7 +129,7 @@ class Grammar:
         self._stacks = Stacks(self._nodes)
         self._follow: dict[int, int] = {}
         self._sets: list[tuple[bool, tuple]] = []                   # set -> (may end, configurations (q, stack, loop, count))
-        self._readings, self._places, self._build_s = Places(self), 0, 0.0
+        self._below_pieces, self._places, self._build_s = Places(self), 0, 0.0
         self._set_ids: dict[tuple, int] = {}
         self._loops: list[tuple[int, int, int]] = [(-1, 1, 0)]      # loop -> (state between items, low, high); 0 is none
         self._loop_ids: dict[tuple, int] = {}

@@ -2,11 +2,12 @@
 
 import itertools
 import random
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from nano_sgl import automaton, native
+from nano_sgl import automaton, native, rows
 from nano_sgl.automaton import Automaton, NodeSet, distinct, union
 from nano_sgl.normal_form import normalize
 from nano_sgl.rules import Byte, Cat, Or, Repeat, Rules
@@ -125,3 +126,9 @@ def test_maps_are_joined_and_keys_numbered():
         assert (np.array(values)[at] == keys).all() if size else at.size == 0
     nodes = [draw.integers(0, vocab.byte.size, n).astype(np.int32) for n in (3, 50)]
     assert union(vocab, nodes).tolist() == union(vocab, nodes * 100).tolist() == sorted({*nodes[0].tolist(), *nodes[1].tolist()})
+
+
+def test_constants_that_python_and_cpp_share():
+    source = (Path(native.__file__).parent / "cpu" / "row.h").read_text()
+    assert f"SOLE = {rows.SOLE};" in source and f"INSTEAD = 1 << {rows.INSTEAD.bit_length() - 1};" in source
+    assert "LEFT = 64;" in source and native.TrieWalker.END_PLACE == 2 and "enum { FOLLOWED, EXPAND_STATE, END_PLACE, TOO_LONG };" in source

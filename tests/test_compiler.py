@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from nano_sgl import compiler, grammar, rows, weights
+from nano_sgl import compiler, grammar, waves, weights
 from nano_sgl.compiler import Compiler
 from nano_sgl.grammar import INDEX, Grammar
 from nano_sgl.rules import GrammarError, tick
@@ -336,7 +336,7 @@ def test_why_a_row_cannot_be_had(make, monkeypatch):
     c = make()
     made = c.submit("regex", "[ab](x|yz)+[cd]").result(10)
     state, other = (made.step_bytes(made.start, text) for text in (b"a", b"ay"))
-    monkeypatch.setattr(rows, "MAX_FOLLOWED", -1)
+    monkeypatch.setattr(waves, "MAX_FOLLOWED", -1)
     assert c.want(made, state) is None
     assert until(lambda: c.want(made, state) is not None)
     error = c.want(made, state)
@@ -350,7 +350,7 @@ def test_why_a_row_cannot_be_had(make, monkeypatch):
 
 
 def test_a_start_without_a_row_is_a_refusal(make, monkeypatch):
-    monkeypatch.setattr(rows, "MAX_FOLLOWED", -1)
+    monkeypatch.setattr(waves, "MAX_FOLLOWED", -1)
     assert "too ambiguous" in make().submit("regex", "[ab]c").exception(10).message
 
 
@@ -389,7 +389,7 @@ def test_successors_are_built_ahead_and_states_expanded_once(make, monkeypatch):
 def test_a_row_that_fails_ahead_is_known_when_it_is_wanted(make, monkeypatch):
     c = make()
     made = c.submit("regex", "[ab]c").result(10)
-    monkeypatch.setattr(rows, "MAX_FOLLOWED", -1)
+    monkeypatch.setattr(waves, "MAX_FOLLOWED", -1)
     c.prefetch(made, made.start)
     assert until(lambda: c.stats()["grammar_rows_failed"] == 1)
     assert c.want(made, made.step(made.start, ord("a"))) is not None

@@ -17,7 +17,7 @@ from earley import Recogniser
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nano_sgl import automaton, grammar, native, nodes, rows, weights
+from nano_sgl import automaton, grammar, native, nodes, waves, weights
 from nano_sgl.grammar import INDEX, Grammar
 from nano_sgl.rules import EMPTY, NEVER, Byte, Cat, Expr, GrammarError, Or, Ref, Repeat, Rules
 from nano_sgl.vocab import Vocab
@@ -39,7 +39,7 @@ CHAR = Or((byte("ab"), Cat((byte("c"), byte("ab")))))      # a prefix code, as U
 THRESHOLDS = {
     (nodes, "NARROW"): (0, 24), (nodes, "UNROLLED"): (1, 8), (nodes, "CHUNK"): (2, 32), (automaton, "SMALL"): (0, 1, 8), (automaton, "FEW"): (0, 100),
     (automaton, "LOOPS"): (0, 1, 80), (automaton, "MANY"): (0, 1 / 5, 2), (automaton, "FEW_MERGED"): (0, 2048), (automaton, "MANY_LEVELS"): (2, 3, 16),
-    (rows, "DENSE"): (0, 2, 768), (rows, "MAX_OVERRIDES"): (2, 4096), (native.TrieWalker, "NARROW"): (0, 3, 4096),
+    (waves, "DENSE"): (0, 2, 768), (waves, "MAX_OVERRIDES"): (2, 4096), (native.TrieWalker, "NARROW"): (0, 3, 4096),
     (native.TrieWalker, "READINGS"): (6, 60, 1 << 12)}
 
 

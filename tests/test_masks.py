@@ -15,8 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton_interpreter import DEVICE
 from triton_interpreter import masks as interpreted
 
-from nano_sgl import grammar, masks, weights
-from nano_sgl import rows as row_builder
+from nano_sgl import grammar, masks, waves, weights
 from nano_sgl.grammar import COUNT_SHIFT, INDEX
 from nano_sgl.masks import DEAD
 from nano_sgl.rules import GrammarError, Rules
@@ -245,7 +244,7 @@ def test_what_is_there_stays_when_tensors_grow(backend, monkeypatch):
     for module in (masks, interpreted):
         monkeypatch.setattr(module, "ROOM", 2)
     machines, draw = random_machines(3, monkeypatch, number=1 if backend == "triton" else 6)
-    monkeypatch.setattr(row_builder, "DENSE", 0)
+    monkeypatch.setattr(waves, "DENSE", 0)
     where = DEVICE if backend == "triton" else "cpu"
     device, batch, rooms = device_tables(machines[0].tables, backend), [], []
     for machine in machines:
@@ -350,7 +349,7 @@ def test_a_row_that_is_built_while_a_refresh_reads_comes_with_the_next(seed, mon
 
 def test_refreshes_while_threads_build_rows(monkeypatch):
     """Without a lock: whatever the device says it has is right at that moment."""
-    monkeypatch.setattr(row_builder, "DENSE", 2)
+    monkeypatch.setattr(waves, "DENSE", 2)
     draw = random.Random(5)
     vocab = draw_vocab(draw)
     patterns = [*COUNTED, "(a|b)*abb(c{1,3}a){1,9}", "((a|bc){1,4}(b|ca)*c?){1,7}"]
