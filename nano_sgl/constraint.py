@@ -104,7 +104,8 @@ class Constraint:
         return here - self.drafted - 1 if here > self.drafted else self.longest * (self.often > OFTEN)
 
     def few(self, count: int) -> list[np.ndarray | None]:
-        """Of the first of `count` places at which it samples from its state on: the tokens that may come there, if they are few."""
+        """Of the first of `count` places at which it samples from its state on: the tokens that may come there, if they are few. (A chain's nodes
+        are a draft tree's first, in order: spec.graft.)"""
         return self.grammar.tables.few.get(self.state, [])[:count] if self.leave_at == FOREVER else []
 
 

@@ -82,7 +82,7 @@ class Pool:
 
 class Tables:
     """All that a device needs, for all grammars of a vocabulary. Everything is appended; nothing changes but a state's entry, once, when its row is
-    built.
+    built, and `habits`, which belong to the engine's thread.
 
     `maps` list of int16 [V], map 0 is all zero; `vec` int32 pool, values by class (class 0 is always "not allowed"); `over_token`, `over_value`
     int32 pools; `lines` int32 [:, 4] min, max, next state (index), op. A value is the index of its first line; 0 is never allowed.
