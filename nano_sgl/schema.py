@@ -159,7 +159,7 @@ class Ebnf(Parser):
         while self.at < len(self.text):
             at, head = self.at, self.scan(self.HEAD)
             if not head:
-                raise self.refuse(self.text[at:at + 80].split(maxsplit=1)[0], "a rule begins with its name and ::=")
+                raise self.refuse(re.split("[ \t\r\n]", self.text[at:at + 40])[0] or self.text[at], "a rule begins with its name and ::=")
             if head[1] in found:
                 raise self.refuse(f"rule {head[1]}", "is defined twice", at)
             found[head[1]] = self.body()
