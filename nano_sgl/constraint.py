@@ -14,7 +14,8 @@ A grammar's state is an integer (grammar.py), so all that a request needs of its
              once: where a step takes longer than that (on a CPU always), tables are brought up to date after the forward pass, and nothing is lost.
   held       A request that has missed sits out until its row is there.
   drafts     States of a draft tree are a walk from its root. A guess that the grammar forbids, or whose state has no row, ends its branch.
-  few        Where a state is known to allow few tokens (jump.py), and to be the row's, the logits of others are not computed.
+  few        Where a state is known to allow few tokens (jump.py), and to be the row's, the logits of others are not computed. Where it allows
+             one, that is the token: no logits, no mask, no draw.
   habits     Forced text is guessed as far as the model writes it as the tokenizer does: learned of each state, from what all requests write.
   the end    End ids are allowed where the text may end. Behind one a row is DEAD: it samples nothing more.
 
@@ -31,7 +32,7 @@ import itertools
 import operator
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -109,27 +110,31 @@ class Constraint:
         return self.grammar.tables.few.get(self.state, [])[:count] if self.leave_at == FOREVER else []
 
 
-def sort_places(lists: Sequence[Sequence[np.ndarray | None]], counts: Sequence[int]) -> list[np.ndarray]:
-    """The places of a step, `counts` of each row; `lists` say of the first of a row what may come there, if that is few. (Places that need the logits
-    of all tokens, those that do not, the tokens of the latter), int64 each. More than MOST are not worth it: then all need all."""
-    needs_all, tokens, first = np.ones(sum(counts), bool), [], 0
+def sort_places(lists: Sequence[Sequence[np.ndarray | None]], counts: Sequence[int]) -> tuple[list[np.ndarray], dict[int, int]]:
+    """The places of a step, `counts` of each row; `lists` say of the first of a row what may come there, if that is few. ([Places that need the
+    logits of all tokens, of some, the tokens of the latter], int64 each; the places that are settled, with the one token that may come.) More tokens
+    than MOST are not worth it: then all that are not settled need all."""
+    needs_all, some_of, settled, first = [], {}, {}, 0
     for some, count in zip(lists, counts):
-        for place, allowed in enumerate(some, start=first):
-            if allowed is not None:
-                needs_all[place] = False
-                tokens.append(allowed)
+        for place, allowed in itertools.zip_longest(range(first, first + count), some):
+            if allowed is None:
+                needs_all.append(place)
+            elif len(allowed) == 1:
+                settled[place] = int(allowed[0])
+            else:
+                some_of[place] = allowed
         first += count
-    union = np.unique(np.concatenate(tokens)) if tokens else np.zeros(0, np.int64)
+    union = np.unique(np.concatenate(list(some_of.values()))) if some_of else np.zeros(0, np.int64)
     if len(union) > MOST:
-        needs_all[:], union = True, union[:0]
-    return [np.flatnonzero(needs_all), np.flatnonzero(~needs_all), union]
+        needs_all, some_of, union = sorted([*needs_all, *some_of]), {}, union[:0]
+    return [np.array(needs_all, np.int64), np.array(list(some_of), np.int64), union], settled
 
 
 class Group(NamedTuple):
     """The rows of a step whose grammars share tables, of S rows that sample at M places. C of them, at K places."""
     tables: DeviceTables
     at: Tensor                      # [C] int64 of S
-    places: Tensor | None           # [K] int64 of M; None: all of them, in order
+    places: Tensor | None           # [K] int64 of M, those that are settled left out; None: all of them, in order
 
 
 @dataclass
@@ -260,15 +265,15 @@ class Constraints:
 
     # ---- for a step
 
-    def groups(self, members: Sequence[tuple[Constraint | None, int]]) -> list[Group]:
-        """The rows that sample, (constraint, places at which it samples) each, sorted by tables."""
+    def groups(self, members: Sequence[tuple[Constraint | None, int]], settled: Collection[int] = ()) -> list[Group]:
+        """The rows that sample, (constraint, places at which it samples) each, sorted by tables. settled: places that need no mask."""
         by_tables: dict[int, tuple[Grammar, list[int], list[int]]] = {}
         first = 0
         for i, (constraint, count) in enumerate(members):
             if constraint is not None:
                 _, at, places = by_tables.setdefault(id(constraint.grammar.tables), (constraint.grammar, [], []))
                 at.append(i)
-                places += range(first, first + count)
+                places += (place for place in range(first, first + count) if place not in settled)
             first += count
         pin = (lambda there: there) if self.device == "cpu" else torch.Tensor.pin_memory
         upload = lambda ids: pin(torch.from_numpy(np.array(ids, np.int64))).to(self.device, non_blocking=True)

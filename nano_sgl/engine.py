@@ -103,6 +103,7 @@ class Plan:
     columns: int                       # no row has more when the step has run, but for what it samples
     drafts: spec.Drafts | None         # the guesses that the step verifies
     constraints: list[Constraint | None]  # of the rows that sample
+    settled: dict[int, int]            # where they sample, a grammar may leave one token: places and that token
 
 
 @dataclass
@@ -391,8 +392,9 @@ class Engine:
         if batch.draft_lens.any():
             drafts = self.speculation.plan([batch.reqs[i] for i in picked], batch.draft_lens[picked], ends[picked] - 1, batch.limits[picked])
         constraints, counts = [self.streams[batch.reqs[i].rid].constraint for i in picked], (batch.draft_lens[picked] + 1).tolist()
-        known = [batch.reqs[i].in_flight == 1 and batch.reqs[i].params.logprobs is None for i in picked]  # its state is, and no logprobs are wanted
-        few = sort_places([one.few(n) if one and sure else () for one, n, sure in zip(constraints, counts, known)], counts)
+        may_come = [one.few(n) if one and req.in_flight == 1 and req.params.logprobs is None and req.params.min_tokens == 0 else ()
+                    for one, req, n in zip(constraints, (batch.reqs[i] for i in picked), counts)]     # if the state is known, and nothing else counts
+        few, settled = sort_places(may_come, counts)
         for one, count in zip(constraints, counts):
             if one is not None:
                 one.drafted = count - 1
@@ -400,7 +402,7 @@ class Engine:
         packed = Packed([*batch.writes.arrays(), *batch.writes.late(), batch.rows, batch.q_lens, batch.store_from, batch.limits, of_token, offset,
                          ends - 1, picked, *np.array(begun, np.int64).reshape(-1, 3).T, *few, *(drafts.packed if drafts else ())], self.device)
         return Plan(work, packed, bool((batch.store_from > batch.starts).any()), bool((batch.kv_bounds > batch.limits).any()),
-                    int(batch.kv_bounds.max()) + 1, drafts, constraints)
+                    int(batch.kv_bounds.max()) + 1, drafts, constraints, settled)
 
     @torch.inference_mode()
     def _run(self, batch: Batch, plan: Plan) -> Results:
@@ -513,11 +515,11 @@ class Engine:
 
     def _sampling_params(self, batch: Batch, plan: Plan) -> sampling.SamplingBatch:
         reqs, counts = [batch.reqs[i] for i in np.flatnonzero(batch.samples)], (batch.draft_lens[batch.samples] + 1).tolist()
-        key = *((req, req.row) for req in reqs), *counts  # a request id may come back with other parameters
+        key = *((req, req.row) for req in reqs), *counts, *plan.settled.items()  # a request id may come back with other parameters
         if key != self._sampling_key:
             self._sampling_key = key
-            self._sampling_batch = self.sampler.batch([(req.row, req.params, req.prompt_len) for req in reqs], counts)
-            self._groups = self.constraints.groups(list(zip(plan.constraints, counts)))
+            self._sampling_batch = self.sampler.batch([(req.row, req.params, req.prompt_len) for req in reqs], counts, plan.settled)
+            self._groups = self.constraints.groups(list(zip(plan.constraints, counts)), plan.settled)
         return self._sampling_batch
 
     def _prompt_logprobs(self, batch: Batch, hidden: torch.Tensor) -> list[PromptPiece]:

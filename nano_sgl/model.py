@@ -234,11 +234,14 @@ class Model:
         return kernels.linear(hidden, self.head if tokens is None else kernels.rows_of(self.head, tokens), dtype=torch.float32)
 
     def some_logits(self, hidden: torch.Tensor, needs_all: torch.Tensor, others: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """[N, E] -> [N, V] float32: of all tokens at the rows `needs_all` [A], of `tokens` [K] at the `others` [N - A], where all else has -inf."""
-        if not len(others):
+        """[N, E] -> [N, V] float32: of all tokens at the rows `needs_all` [A], of `tokens` [K] at the `others` [B], where all else has -inf. The
+        N - A - B that are left hold anything."""
+        if len(needs_all) == len(hidden):
             return self.logits(hidden)
-        logits = hidden.new_empty(len(hidden), self.config.vocab_size, dtype=torch.float32).index_fill_(0, others, -math.inf)
-        logits[others[:, None], tokens] = self.logits(hidden[others], tokens)
+        logits = hidden.new_empty(len(hidden), self.config.vocab_size, dtype=torch.float32)
+        if len(others):
+            logits.index_fill_(0, others, -math.inf)
+            logits[others[:, None], tokens] = self.logits(hidden[others], tokens)
         return logits.index_copy_(0, needs_all, self.logits(hidden[needs_all])) if len(needs_all) else logits
 
     def attention(self, layer: Layer, h: torch.Tensor, turn: torch.Tensor, batch: ForwardBatch, k_cache: torch.Tensor,

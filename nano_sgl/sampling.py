@@ -31,9 +31,11 @@ chances below 2^-32; a GPU kernel that fuses the passes is left to whoever measu
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -52,6 +54,8 @@ GAP_SLACK = 5e-6        # ... and in logits for min-p
 REMOVED = -1e38         # added to what a filter removes: below every logit, and unlike -inf it can be multiplied by 0
 NEVER = 2**62           # `until` of a bias that always holds
 OTHER_NOISE = 0x3C6EF372FE94F82B  # a seed's other stream: what rejects a guess must not know the noise that it was drawn with
+
+MOST_RUNS = 16          # of rows that lie side by side, and are read in a call each
 
 VALUES = 7              # columns of SamplingState.values
 INV_TEMPERATURE, TOP_K, TOP_P, MIN_P_GAP, REPETITION, FREQUENCY, PRESENCE = range(VALUES)
@@ -109,12 +113,13 @@ class SamplingBatch:
     """What the host knows about the rows of a batch; valid while its membership does not change."""
 
     rows: Tensor                              # [N] int64, request rows
-    groups: list[tuple[Work, list[Index]]]    # every batch row in one block of one group
+    groups: list[tuple[Work, list[Index]]]    # every batch row that is not settled in one block of one group
     penalised: list[Index]                    # blocks of batch rows with any penalty
     repetition: list[Index]                   # blocks of batch rows with a repetition penalty
     bias: Bias | None
     logprobs: Index | None                    # batch rows that want logprobs
     logprobs_k: int                           # the most top entries any of them wants
+    settled: tuple[Tensor, Tensor] | None     # [K] int64 batch rows whose token is no question, and their tokens; None: there are none
 
 
 @dataclass(frozen=True)
@@ -171,14 +176,15 @@ class SamplingState:
                 self.in_prompt = torch.zeros(self.max_rows, self.vocab_size, device=self.device)
             self.in_prompt[row].zero_().index_fill_(0, self._upload(np.unique(np.asarray(prompt_ids, dtype=np.int64))), 1)
 
-    def batch(self, members: Sequence[tuple[int, SamplingParams, int]], counts: Sequence[int] | None = None) -> SamplingBatch:
+    def batch(self, members: Sequence[tuple[int, SamplingParams, int]], counts: Sequence[int] | None = None,
+              settled: Mapping[int, int] = MappingProxyType({})) -> SamplingBatch:
         """Sort out the work of the rows (request row, params, prompt length in tokens) that sample in a step, `counts` batch rows of each (None:
-        one). After `set_row`."""
+        one). settled: batch rows, none with logprobs, where only one token may come: that one. After `set_row`."""
         groups: dict[Work, list[int]] = {}
         penalised, repetition, wanted, biased, most, i = [], [], [], [], 0, 0
         for (row, params, prompt_len), count in zip(members, counts or [1] * len(members)):
             here, i = range(i, i + count), i + count
-            groups.setdefault(work_of(params, self.vocab_size), []).extend(here)
+            groups.setdefault(work_of(params, self.vocab_size), []).extend(at for at in here if at not in settled)
             if _penalised(params):
                 penalised.extend(here)
                 if params.repetition_penalty != 1:
@@ -190,17 +196,18 @@ class SamplingState:
                 biased.extend((at, prompt_len, *self.biases[row]) for at in here)
         return SamplingBatch(
             rows=self._upload(np.repeat(np.array([row for row, _, _ in members], dtype=np.int64), counts or 1)),
-            groups=[(work, [self._index(index)] if work.greedy else self._blocks(index)) for work, index in groups.items()],
+            groups=[(work, self._slices(index) if work.greedy else self._blocks(index)) for work, index in groups.items()],
             penalised=self._blocks(penalised), repetition=self._blocks(repetition), bias=self._bias(biased),
-            logprobs=self._index(wanted) if wanted else None, logprobs_k=min(most, self.vocab_size))
+            logprobs=self._index(wanted) if wanted else None, logprobs_k=min(most, self.vocab_size),
+            settled=tuple(self._upload(np.array([*part], np.int64)) for part in (settled.keys(), settled.values())) if settled else None)
 
     def sample(self, logits: Tensor, positions: Tensor, batch: SamplingBatch, mask: Mask | None = None, branch: Branch | None = None,
                guesses: Guesses | None = None) -> Sampled:
         """Draw one token for every batch row. Never waits for the device.
 
-        logits [N, V] fp32, contiguous: MUTATED (edits are made in place). positions [N] int64: the index, in its sequence, of the
-        token being drawn. mask: of grammars, None where no row has one. Also counts the drawn tokens of rows with penalties, but not where `branch`
-        is given: then they are judged first, see `count`.
+        logits [N, V] fp32, contiguous: MUTATED (edits are made in place); those of settled rows mean nothing. positions [N] int64: the index, in its
+        sequence, of the token being drawn. mask: of grammars, None where no row has one. Also counts the drawn tokens of rows with penalties, but not
+        where `branch` is given: then they are judged first, see `count`.
         guesses: keep a guess with probability min(1, p / q), else draw of what p has more than q; of rows that are not greedy.
         """
         raw = None if batch.logprobs is None else logits[batch.logprobs]                # [L, V]
@@ -223,6 +230,10 @@ class SamplingState:
                 else:
                     z = logits[block] if work.greedy else self._perturbed(logits, positions, batch, work, block)
                     best[block], tokens[block] = first_max(z)
+        if batch.settled is not None:
+            at, only = batch.settled
+            tokens.index_copy_(0, at, only)
+            best.index_fill_(0, at, 0.0)
         if branch is None:
             for block in batch.penalised:
                 self.count(batch.rows[block], tokens[block], self.counts.new_ones(()) if mask is None else mask.ready[block])
@@ -304,6 +315,13 @@ class SamplingState:
 
     def _blocks(self, index: list[int]) -> list[Index]:
         return [self._index(index[i:i + self.block_rows]) for i in range(0, len(index), self.block_rows)]
+
+    def _slices(self, index: list[int]) -> list[Index]:
+        """Of rows that are only read: on a CPU none is copied, where they lie in a few runs."""
+        cuts = [i for i in range(len(index) + 1) if i in (0, len(index)) or index[i] != index[i - 1] + 1]
+        if self.device.type != "cpu" or len(cuts) > MOST_RUNS:
+            return [self._index(index)] if index else []
+        return [slice(index[a], index[b - 1] + 1) for a, b in itertools.pairwise(cuts)]
 
     def _index(self, index: list[int]) -> Index:
         if index[-1] - index[0] == len(index) - 1:

@@ -428,8 +428,9 @@ def test_an_event_loop_waits_for_no_grammar_of_others(path, slow):
 
 def test_places_that_need_few_logits(monkeypatch):
     one, other = np.array([3, 5]), np.array([5, 9])
-    sort = lambda lists, counts: [part.tolist() for part in constraint.sort_places(lists, counts)]  # noqa: E731
+    sort = lambda lists, counts: [part.tolist() for part in constraint.sort_places(lists, counts)[0]]  # noqa: E731
     assert sort([[one, None], (), [other]], [3, 1, 2]) == [[1, 2, 3, 5], [0, 4], [3, 5, 9]]
     assert sort([(), ()], [1, 2]) == [[0, 1, 2], [], []]
     monkeypatch.setattr(constraint, "MOST", 2)
+    assert constraint.sort_places([[one], [np.array([4])]], [1, 1])[1] == {1: 4}
     assert sort([[one], [other]], [1, 1]) == [[0, 1], [], []], "so many rows of the head are not gathered"

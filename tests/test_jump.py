@@ -12,6 +12,7 @@ import torch
 import engines
 from engines import make, overlapped, params, prompt, request, run, same
 from nano_sgl import LLM, SamplingParams
+from nano_sgl import engine as engine_module
 from nano_sgl import grammar as grammars
 from nano_sgl import spec, weights
 from nano_sgl.constraint import Constraint, sort_places
@@ -193,10 +194,10 @@ def test_forced_text_counts_from_the_first_step_on():
 
 def test_places_are_sorted_by_the_logits_they_need():
     some = lambda *tokens: np.array(tokens)  # noqa: E731
-    found = sort_places([[some(3, 9), None, some(9)], (), [some(1)]], [4, 1, 1])
-    assert [part.tolist() for part in found] == [[1, 3, 4], [0, 2, 5], [1, 3, 9]]
-    found = sort_places([(), [None, None]], [1, 2])
-    assert [part.tolist() for part in found] == [[0, 1, 2], [], []] and all(part.dtype == np.int64 for part in found)
+    found, settled = sort_places([[some(3, 9), None, some(9)], (), [some(1, 7)]], [4, 1, 1])
+    assert [part.tolist() for part in found] == [[1, 3, 4], [0, 5], [1, 3, 7, 9]] and settled == {2: 9}
+    found, settled = sort_places([(), [None, None]], [1, 2])
+    assert [part.tolist() for part in found] == [[0, 1, 2], [], []] and all(part.dtype == np.int64 for part in found) and not settled
 
 
 @pytest.mark.parametrize("dtype, quantization", [("float32", None), ("bfloat16", None), ("float32", "int8")])
@@ -214,18 +215,21 @@ def test_logits_of_a_few_tokens_are_those_among_all(path, dtype, quantization):
     torch.testing.assert_close(model.some_logits(hidden, none, torch.arange(7), tokens)[:, tokens], every[:, tokens], **near)
 
 
-def test_who_wants_logprobs_needs_all_logits(path, monkeypatch):
-    asked = []
-    real = Model.logits
+def test_who_wants_logprobs_needs_all_logits(path, reference, monkeypatch):
+    asked, settled, real, sort = [], [], Model.logits, engine_module.sort_places
     monkeypatch.setattr(Model, "logits", lambda self, hidden, tokens=None: asked.append((len(hidden), tokens)) or real(self, hidden, tokens))
-    engine = make(path)
-    for logprobs in (None, 1):
+    monkeypatch.setattr(engine_module, "sort_places", lambda *args: settled.append(sort(*args)) or settled[-1])
+    for fields in (dict(), dict(temperature=0), dict(logprobs=1), dict(min_tokens=20), dict(frequency_penalty=1.0)):
+        engine = make(path)
+        made = [request(f"{i}", prompt(5, i), params(**{"max_tokens": 30, "seed": i, "json_schema": PERSON, **fields})) for i in range(3)]
         for _ in range(2):
-            asked.clear()
-            run(engine, [request(f"{i}", prompt(5, i), params(json_schema=PERSON, max_tokens=30, logprobs=logprobs, seed=i)) for i in range(3)])
-        alone = sum(count for count, tokens in asked if tokens is not None)
-        assert alone == 0 if logprobs else alone > 20, f"{alone} places"
-    engine.shutdown()
+            asked.clear(), settled.clear()
+            answers = run(engine, made)
+        alone, sole = sum(count for count, tokens in asked if tokens is not None), sum(len(one) for _, one in settled)
+        assert alone + sole == 0 if fields.keys() & {"logprobs", "min_tokens"} else alone + sole > 20 and sole > 5, (fields, alone, sole)
+        engine.shutdown()
+        for one in made:
+            same(answers[one.rid], reference(one))
 
 
 @pytest.mark.parametrize("flags", [dict(), dict(page_size=4), dict(chunked_prefill_size=8), dict(page_size=4, chunked_prefill_size=16)], ids=str)

@@ -447,6 +447,27 @@ def test_presence_and_frequency_count_the_output_only():
     assert torch.equal(edited(logits, SamplingParams(presence_penalty=2, frequency_penalty=2), prompt, []), logits)
 
 
+@pytest.mark.parametrize("extra", [{}, {"frequency_penalty": 0.5, "repetition_penalty": 1.3}], ids=str)
+@pytest.mark.parametrize("fields", [{"temperature": 0}, {"temperature": 1}, {"temperature": 0.7, "top_p": 0.8}, {"top_k": 5}], ids=str)
+def test_a_settled_row_is_not_sampled(fields, extra):
+    """Its logits may be anything. What others draw, and what is counted, is what it was."""
+    params = SamplingParams(**fields, **extra)
+    for settled in ({2: 7}, {0: 3, 1: 4, 5: 0}, {i: 9 - i for i in range(6)}):
+        plain, state = SamplingState(6, 40, "cpu"), SamplingState(6, 40, "cpu")
+        logits = torch.randn(6, 40)
+        forced = logits.clone()
+        for at, token in settled.items():
+            logits[at], forced[at] = math.nan, -INF
+            forced[at, token] = 0
+        found = []
+        for one, z, known in ((plain, forced, {}), (state, logits, settled)):
+            for row in range(6):
+                one.set_row(row, params, row, [1, 2], [3], [])
+            found.append(one.sample(z, torch.full((6,), 3), one.batch([(row, params, 2) for row in range(6)], None, known)))
+        assert torch.equal(found[0].tokens, found[1].tokens) and not found[1].bad.any()
+        assert not extra or torch.equal(plain.counts, state.counts)
+
+
 def test_counts_kept_while_sampling_equal_counts_rebuilt():
     """A request that was retracted (its row written again from its ids) goes on as if nothing had happened."""
     torch.manual_seed(3)
