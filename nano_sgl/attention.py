@@ -81,6 +81,33 @@ class Plan:
     tokens: int  # T
     block_q: int  # the largest q_len of an item is at most this
 
+    def padded(self) -> Plan:
+        """With arrays of lengths that many plans have in common. What is behind `count`, and behind the last segment, nobody reads."""
+        grow = lambda part, size: np.concatenate((part, np.zeros((max(size - len(part), 0), *part.shape[1:]), np.int32)))
+        size = lambda n: 1 << (n - 1).bit_length() if n else 0
+        return replace(self, items=grow(self.items, size(len(self.items))), seg_first=grow(self.seg_first, self.tokens + 1),
+                       shifts=grow(self.shifts, size(len(self.shifts))), partials=size(self.partials))
+
+    def flat(self, count: int) -> np.ndarray:
+        """All that a device needs of it, of whose items `count` are real, as one array [n] int32: `unpack` takes it apart."""
+        parts = [np.array([count], np.int32), self.items.ravel(), self.segment, self.seg_first, self.shifts]
+        return np.concatenate([part for values in parts for part in (values, np.zeros(-len(values) % 4, np.int32))])  # see `unpack`
+
+    def unpack(self, flat):
+        """(count, items, segment, seg_first, shifts) out of `flat`, in steps of 16 bytes: Triton treats aligned pointers apart. Reads no value."""
+        parts, first = [], 0
+        for size in (1, self.items.size, len(self.segment), len(self.seg_first), len(self.shifts)):
+            parts.append(flat[first : first + size])
+            first += -(-size // 4) * 4
+        return parts
+
+    def filled(self, flat: torch.Tensor | None) -> Plan:
+        """A plan of the same lengths with the values of `flat`, in the host's memory; None: this one."""
+        if flat is None:
+            return self
+        count, items, *rest = self.unpack(flat.numpy())
+        return replace(self, items=items.reshape(-1, 6)[: count[0]], **dict(zip(("segment", "seg_first", "shifts"), rest)))
+
 
 def _pieces(lengths: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Cuts every length into pieces of at most `size`: (which length, offset in it, length of the piece), in order."""
@@ -263,9 +290,10 @@ class CppAttention:
                                  min_split=256, item_cost=64, partial_cost=4)
 
     def prepare(self, plan: Plan, table: torch.Tensor, cols: torch.Tensor, base: torch.Tensor | None = None,
-                bits: torch.Tensor | None = None) -> CppContext:
+                bits: torch.Tensor | None = None, flat: torch.Tensor | None = None) -> CppContext:
         """plan: of this step. table: [R, C] int32. cols, base, bits: [T] int64. Reads no value of the tensors, but keeps them: until
-        the step's last layer they must not change."""
+        the step's last layer they must not change. flat: [n] int32 on the device, the plan's arrays, where they were sent ahead."""
+        plan = plan.filled(flat)
         part = torch.empty(plan.partials, self.heads, self.head_dim + 1)  # fp32; the log-sum-exps behind the outputs
         kept = [table, cols, base, bits, part, *map(np.ascontiguousarray, (plan.items, plan.segment, plan.seg_first, plan.shifts))]
         at = lambda x: None if x is None else x.ctypes.data if isinstance(x, np.ndarray) else x.data_ptr()
@@ -350,7 +378,7 @@ class TorchAttention:
         self.plan_options = dict(item_cost=512)  # columns: a shared run is a call of its own
 
     def prepare(self, plan: Plan, table: torch.Tensor, cols: torch.Tensor, base: torch.Tensor | None = None,
-                bits: torch.Tensor | None = None) -> TorchContext:
+                bits: torch.Tensor | None = None, flat: torch.Tensor | None = None) -> TorchContext:
         """plan: of this step. table: [R, C] int32. cols: [T], each token's own column. For draft trees base and bits, [T] int64; base is
         NO_TREE for other tokens. A tree's columns are read for all of its tokens: what lies there must be finite.
 
@@ -358,7 +386,7 @@ class TorchAttention:
         """
         base, bits = (None if x is None else x.cpu().numpy() for x in (base, bits))
         cols = cols.cpu().numpy()
-        return TorchContext(plan, table.cpu().numpy(), cols, base, bits, cols, table.device)
+        return TorchContext(plan.filled(None if flat is None else flat.cpu()), table.cpu().numpy(), cols, base, bits, cols, table.device)
 
     def run(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, ctx: TorchContext, scale: float, window: int = 0,
             softcap: float = 0.0, sinks: torch.Tensor | None = None) -> torch.Tensor:
@@ -770,15 +798,12 @@ class TritonAttention:
         self.plan_options = dict(group=self.group, tiles=tiles, programs=-(-2 * self.processors // kv_heads), min_split=256)
 
     def prepare(self, plan: Plan, table: torch.Tensor, cols: torch.Tensor, base: torch.Tensor | None = None,
-                bits: torch.Tensor | None = None) -> TritonContext:
-        """As TorchAttention.prepare; reads no tensor's value and uploads the plan in one copy."""
-        parts = [np.array([len(plan.items)], np.int32), plan.items.ravel(), plan.segment, plan.seg_first, plan.shifts]
-        first = np.cumsum([0] + [-(-len(part) // 4) * 4 for part in parts])  # 16-byte steps: Triton treats aligned pointers apart
-        packed = torch.empty(int(first[-1]), dtype=torch.int32, pin_memory=table.is_cuda)
-        for at, part in zip(first, parts):
-            packed.numpy()[at : at + len(part)] = part
-        packed = packed.to(table.device, non_blocking=True)
-        count, items, segment, seg_first, shifts = (packed[at : at + len(part)] for at, part in zip(first, parts))
+                bits: torch.Tensor | None = None, flat: torch.Tensor | None = None) -> TritonContext:
+        """As TorchAttention.prepare; reads no tensor's value."""
+        if flat is None:
+            host = torch.from_numpy(plan.flat(len(plan.items)))
+            flat = (host.pin_memory() if table.is_cuda else host).to(table.device, non_blocking=True)
+        count, items, segment, seg_first, shifts = plan.unpack(flat)
         part = torch.empty((plan.partials, self.heads, self.head_dim), dtype=torch.float32, device=table.device)
         part_lse = torch.empty((plan.partials, self.heads), dtype=torch.float32, device=table.device)
         cols, base = (None if x is None else x.to(torch.int32) for x in (cols, base))

@@ -77,6 +77,7 @@ class EngineConfig:
                                    within=Range(0, 2**63 - 1, integer=True, optional=True))
     threads: int | None = flag(None, "CPU threads; as many as cores by default", within=TOKENS._replace(high=2**10))
     disable_overlap_schedule: bool | None = flag(None, "plan a step when the last one has been processed, not while it runs; by default so on a CPU")
+    disable_cuda_graph: bool = flag(False, "launch each kernel of small steps by itself; on a GPU they are recorded, and launched as one")
     waiting_timeout: float | None = flag(None, "seconds after which a request that has not been started is refused; never by default",
                                          within=SECONDS)
     running_timeout: float | None = flag(None, "seconds after its start in which a request must end, or is ended; none by default",

@@ -48,6 +48,7 @@ from .masks import DEAD, DeviceTables
 from .protocol import Request, RequestError
 from .rules import GrammarError
 from .spec import Step
+from .tables import Tables
 from .vocab import Vocab
 
 FOREVER = 2**62
@@ -130,6 +131,13 @@ def sort_places(lists: Sequence[Sequence[np.ndarray | None]], counts: Sequence[i
     return [np.array(needs_all, np.int64), np.array(list(some_of), np.int64), union], settled
 
 
+class SortedGroup(NamedTuple):
+    """`Group`, as the host has sorted it."""
+    tables: Tables
+    at: np.ndarray
+    places: np.ndarray | None
+
+
 class Group(NamedTuple):
     """The rows of a step whose grammars share tables, of S rows that sample at M places. C of them, at K places."""
     tables: DeviceTables
@@ -153,7 +161,6 @@ class Walk:
         self.states = torch.full((len(rows), step.tree.tokens.shape[1] if step else 1), DEAD, dtype=torch.int64, device=rows.device)  # [S, N]
         self.ready = torch.ones(self.states.shape, dtype=torch.bool, device=rows.device)                                             # [S, N]
         for tables, at, _ in groups:
-            constraints.bytes_sent += tables.refresh()
             states = constraints.states[rows[at]]
             if constraints.budgets:
                 depth = torch.zeros_like(known[at, None]) if step is None else step.tree.depth[at]
@@ -265,8 +272,10 @@ class Constraints:
 
     # ---- for a step
 
-    def groups(self, members: Sequence[tuple[Constraint | None, int]], settled: Collection[int] = ()) -> list[Group]:
-        """The rows that sample, (constraint, places at which it samples) each, sorted by tables. settled: places that need no mask."""
+    @staticmethod
+    def sort(members: Sequence[tuple[Constraint | None, int]], settled: Collection[int] = (), pads: tuple[int, int] | None = None) -> list[SortedGroup]:
+        """The rows that sample, (constraint, places at which it samples) each, sorted by tables. settled: places that need no mask. pads: a row and a
+        place of padding, which groups are filled up with to lengths that many have."""
         by_tables: dict[int, tuple[Grammar, list[int], list[int]]] = {}
         first = 0
         for i, (constraint, count) in enumerate(members):
@@ -275,10 +284,15 @@ class Constraints:
                 at.append(i)
                 places += (place for place in range(first, first + count) if place not in settled)
             first += count
-        pin = (lambda there: there) if self.device == "cpu" else torch.Tensor.pin_memory
-        upload = lambda ids: pin(torch.from_numpy(np.array(ids, np.int64))).to(self.device, non_blocking=True)
-        return [Group(self._copy(grammar.tables), upload(at), None if len(places) == first else upload(places))
+        fill = lambda ids, pad: np.array(ids + [pad] * (sampling.pow2(len(ids)) - len(ids) if pads and ids else 0), np.int64)
+        return [SortedGroup(grammar.tables, fill(at, pads and pads[0]), None if len(places) == first else fill(places, pads and pads[1]))
                 for grammar, at, places in by_tables.values()]
+
+    def bring(self, groups: Sequence[SortedGroup]) -> list[DeviceTables]:
+        """The copies of their tables, up to date: in the order of the stream."""
+        copies = [self._copy(tables) for tables, _, _ in groups]
+        self.bytes_sent += sum(copy.refresh() for copy in copies)
+        return copies
 
     def _copy(self, tables) -> DeviceTables:
         if tables not in self._copies:
@@ -290,7 +304,6 @@ class Constraints:
         """The forced text behind the states of rows [S]: (tokens [S, most] int64, how many of them [S] int64)."""
         tokens, lens = torch.zeros(len(rows), most, dtype=torch.int64, device=rows.device), torch.zeros_like(rows)
         for tables, at, _ in groups:
-            self.bytes_sent += tables.refresh()
             tokens[at], lens[at] = tables.chains(self.states[rows[at]], most)
         return tokens, lens
 
@@ -394,8 +407,9 @@ def _demo() -> None:
     for row, one in enumerate(ours, start=1):
         one.state = one.grammar.start
         constraints.states[row] = one.state
-    groups = constraints.groups([(ours[0], 1), (ours[1], 1), (None, 1)])
+    made = constraints.sort([(ours[0], 1), (ours[1], 1), (None, 1)])
     for tokens in ([4, 2, 0], [1, 2, 1], [1, 6, 1], [3, 0, 2]):
+        groups = [Group(tables, torch.from_numpy(at), torch.from_numpy(places)) for tables, (_, at, places) in zip(constraints.bring(made), made)]
         walk, logits = Walk(constraints, groups, rows), torch.zeros(3, len(letters))
         walk.mask().forbid(logits)
         print("  ".join(f"row {row}: {words(z):14}" for row, z in enumerate(logits, start=1)), end="  ")

@@ -31,7 +31,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import itertools
 import logging
 import math
 import os
@@ -39,7 +38,7 @@ import secrets
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -51,26 +50,27 @@ import torch
 
 from . import attention, sampling, spec, weights
 from .config import EngineConfig
-from .constraint import Compiling, Constraint, Constraints, Group, Walk, make_vocab, outcome, refusal, sort_places
+from .constraint import Compiling, Constraint, Constraints, make_vocab, outcome, refusal
 from .eviction import EVICTION
 from .events import KVEvents
 from .grammar import Grammar
-from .jump import MAX_CHAIN, retokenized
+from .graphs import CudaGraph, Graphs
+from .jump import retokenized
 from .masks import DEAD
-from .memory import KVPool, Packed, Rows, SlotAllocator
+from .memory import KVPool, Rows, SlotAllocator
 from .model import ForwardBatch, Model, ModelConfig, load
 from .protocol import Chunk, Logprob, Request, RequestError, SamplingParams, derive_seed
 from .radix import Tree, draw, view
 from .policies import POLICIES
-from .results import PromptPiece, Results, logprobs_of, to_host
+from .results import PromptPiece, Results, logprobs_of
 from .rules import GrammarError
+from .runner import Plan, Runner
 from .scheduler import Batch, Req, Scheduler
 from .text import TextStream
 from .worker import SHUTDOWN_S, Worker  # noqa: F401 (SHUTDOWN_S is for llm.py)
 
 log = logging.getLogger("nano_sgl")
 
-HEAD_ROWS = 256             # prompt logprobs: hidden states per call of the head, so that logits stay small
 CPU_POOL_TOKENS = 65_536
 NOT_FINITE = "the model's logits are not finite numbers (NaN or infinity)"
 SLOW_PATTERN = "stop_regex took too long to search the output"
@@ -91,19 +91,6 @@ class Stream:
     rewritten: list[int] | None = None        # what they are then; the scheduler is told so once no step holds the request
     since: int = 0                            # results of earlier steps are about other ids
     ending: str | None = None                 # the finish reason, once the logprobs of what is forced are there
-
-
-@dataclass
-class Plan:
-    """What a step needs from the host beside its batch: worked out ahead, sent in one copy."""
-    attention: attention.Plan
-    packed: Packed                     # the row writes' arrays, then those of `Engine._run`
-    recomputes: bool                   # some token's KV is in the tree already
-    may_run_over: bool                 # some row may be longer than what was asked for, since guesses in flight may be right
-    columns: int                       # no row has more when the step has run, but for what it samples
-    drafts: spec.Drafts | None         # the guesses that the step verifies
-    constraints: list[Constraint | None]  # of the rows that sample
-    settled: dict[int, int]            # where they sample, a grammar may leave one token: places and that token
 
 
 @dataclass
@@ -174,9 +161,9 @@ class Engine:
                                        timeout_s=config.grammar_compile_timeout, prefetches=0 if on_cpu else PREFETCHES,
                                        jump=config.jump_forward == "draft")
         self._seeds = np.random.default_rng(secrets.randbits(63) if config.random_seed is None else config.random_seed)
-        self._sampling_key: tuple = ()
-        self._sampling_batch: sampling.SamplingBatch | None = None
-        self._groups: list[Group] = []
+        self.runner = Runner(self.model, self.kv, self.rows, self.attention, self.sampler, self.constraints, self.speculation, device=self.device,
+                             context_len=self.context_len, page_size=config.page_size, end_ids=self.end_ids,
+                             rejects=config.speculative_acceptance == "rejection", graphs=self._graphs())
         self._outbox: list[Chunk] = []
         self._rewriting: list[Stream] = []
         overlap = not (on_cpu if config.disable_overlap_schedule is None else config.disable_overlap_schedule)
@@ -224,13 +211,10 @@ class Engine:
                 taken[i] = min(taken[i], time.perf_counter() - start)
         return spec.CostCurve(sizes, taken)
 
-    def _mark(self) -> float | torch.cuda.Event:
-        """This point of the stream, to measure the time between two."""
-        if self.device == "cpu":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+    def _graphs(self) -> Graphs | None:
+        """Steps as graphs, where there are any and nobody minds. Only Triton's attention reads its work list on the device."""
+        wanted = self.device != "cpu" and self.attention_backend == "triton" and not self.config.disable_cuda_graph
+        return Graphs(CudaGraph) if wanted else None
 
     def _use_device(self) -> None:
         """Kernels go to the current device, which each thread has its own of."""
@@ -378,166 +362,20 @@ class Engine:
     def _job(self, batch: Batch) -> Callable[[], Results]:
         """A step as the worker will run it. Whatever goes wrong with it, goes wrong there: in its turn."""
         try:
-            return partial(self._run, batch, self._plan(batch))
+            return partial(self.runner.run, batch, self._plan(batch))
         except Exception as error:
             return partial(_raise, error)
 
     def _plan(self, batch: Batch) -> Plan:
         """The host's part of a step, while the steps before it run: integers of the batch, no value of the device."""
-        ends = np.cumsum(batch.q_lens)
-        of_token = np.repeat(np.arange(len(batch.rows)), batch.q_lens)
-        offset = np.arange(batch.num_tokens) - np.repeat(ends - batch.q_lens, batch.q_lens)
-        work = attention.plan(batch.rows, batch.q_lens, batch.kv_bounds, batch.shared, **self.attention.plan_options)
-        picked, drafts = np.flatnonzero(batch.samples), None
-        if batch.draft_lens.any():
-            drafts = self.speculation.plan([batch.reqs[i] for i in picked], batch.draft_lens[picked], ends[picked] - 1, batch.limits[picked])
-        constraints, counts = [self.streams[batch.reqs[i].rid].constraint for i in picked], (batch.draft_lens[picked] + 1).tolist()
-        may_come = [one.few(n) if one and req.in_flight == 1 and req.params.logprobs is None and req.params.min_tokens == 0 else ()
-                    for one, req, n in zip(constraints, (batch.reqs[i] for i in picked), counts)]     # if the state is known, and nothing else counts
-        few, settled = sort_places(may_come, counts)
-        for one, count in zip(constraints, counts):
-            if one is not None:
-                one.drafted = count - 1
+        picked = np.flatnonzero(batch.samples)
+        constraints = [self.streams[batch.reqs[i].rid].constraint for i in picked]
         begun = [(req.row, one.state, one.leave_at) for req in batch.started if (one := self.streams[req.rid].constraint)]
-        packed = Packed([*batch.writes.arrays(), *batch.writes.late(), batch.rows, batch.q_lens, batch.store_from, batch.limits, of_token, offset,
-                         ends - 1, picked, *np.array(begun, np.int64).reshape(-1, 3).T, *few, *(drafts.packed if drafts else ())], self.device)
-        return Plan(work, packed, bool((batch.store_from > batch.starts).any()), bool((batch.kv_bounds > batch.limits).any()),
-                    int(batch.kv_bounds.max()) + 1, drafts, constraints, settled)
-
-    @torch.inference_mode()
-    def _run(self, batch: Batch, plan: Plan) -> Results:
-        """Run a step. Everything here is work in stream order; no value of the device is read, and of the host's only what the plan fixed:
-        a request of the batch keeps its row until the step has landed, and gets no token before that."""
-        began, rows, arrays = self._mark(), self.rows, plan.packed.send()
-        writes, copies, late, places, begun, few, guessed = (arrays[a:b] for a, b in itertools.pairwise((0, 8, 10, 13, 21, 24, 27, len(arrays))))
-        row_ids, q_lens, _, _, _, _, last, picked = places
-        rows.put(*writes)
-        for req in batch.started:
-            self.sampler.set_row(req.row, req.params, req.seed, req.prompt, req.output_ids, self.end_ids)
-        if len(begun[0]):
-            self.constraints.states[begun[0]], self.constraints.leave_at[begun[0]] = begun[1], begun[2]
-        start = rows.length[row_ids].long()                        # [B] i64
-        params = self._sampling_params(batch, plan) if len(picked) else None
-        step, guesses = self._place(plan, places, guessed, start)
-        hidden = self.model.forward(step, self.kv)                 # [T, E]
-        self.kv.copy(*copies)                                      # now that what is copied is there, also where this step has computed it
-        rows.point(*late)
-        results = Results(None, self._prompt_logprobs(batch, hidden), marks=[began])
-        ends = start + q_lens                                      # [B] i64 each row's length after the step
-        if len(picked):
-            logits = self.model.some_logits(hidden[last[picked] if guesses is None else guesses.at], *few)  # [S or M, V] f32
-            known = ends[picked] if guesses is None else guesses.base + 1
-            walk = Walk(self.constraints, self._groups, row_ids[picked], known, guesses) if self._groups else None
-            if guesses is not None:
-                ends[picked] = self._verify(guesses, logits, row_ids[picked], params, walk, results)
-            else:
-                results.sampled = self.sampler.sample(logits, ends[picked], params, walk and walk.mask())
-                rows.tokens[row_ids[picked], ends[picked]] = results.sampled.tokens.to(torch.int32)
-                if walk is not None:
-                    results.walked = walk.finish(results.sampled.tokens)
-                    ends[picked] -= results.walked.missed.long()
-        if guesses is not None or len(picked) and self.speculation is not None and self.speculation.drafters:
-            self._draft(row_ids[picked], ends[picked] + 1, plan, results)
-        rows.length[row_ids] = ends.to(torch.int32)
-        return results if self.device == "cpu" else to_host(results)
-
-    def _place(self, plan: Plan, places: Sequence[torch.Tensor], guessed: Sequence[torch.Tensor],
-               start: torch.Tensor) -> tuple[ForwardBatch, spec.Step | None]:
-        """Where the tokens of a step stand, and which they are: in rows that had `start` [B] i64 columns with KV. places, guessed: of the plan."""
-        rows = self.rows
-        row_ids, q_lens, store_from, limits, of_token, offset, _, picked = places
-        cols = start[of_token] + offset                            # [T] i64 column of each token
-        token_rows, positions, tree, guesses = row_ids[of_token], cols, (), None  # [T] i64 each
-        if plan.drafts is not None:
-            guesses = self.speculation.step(plan.drafts, guessed, rows.tokens, row_ids[picked], (start + q_lens)[picked], plan.columns,
-                                            self._chains(row_ids[picked]))
-            base = guesses.base
-            cols = cols.index_copy(0, guesses.at, guesses.columns)
-            positions = cols.index_copy(0, guesses.at, guesses.positions)
-            tree = (torch.full_like(cols, attention.NO_TREE).index_copy_(0, guesses.at, base[guesses.row]),
-                    torch.zeros_like(cols).index_copy_(0, guesses.at, guesses.of(guesses.tree.bits)))
-        ids = rows.tokens[token_rows, cols].long()                 # [T] i64
-        slots = rows.table[token_rows, cols].long()                # [T] i64
-        if plan.may_run_over:                                      # a row that has ended unbeknown to the host runs over what it has
-            slots = slots * (cols < limits[of_token])
-            positions = positions.clamp(max=self.context_len - 1)
-        if guesses is not None:
-            ids[guesses.at] = guesses.of(guesses.tree.tokens)
-            slots[guesses.at] *= guesses.of(guesses.tree.inside)
-        if plan.recomputes:                                        # the tree has their KV, and it may be locked by others
-            slots = slots * (cols >= store_from[of_token])
-        context = self.attention.prepare(plan.attention, rows.table, cols, *tree)
-        return ForwardBatch(ids, positions, slots, (self.attention, context)), guesses
-
-    def _verify(self, guesses: spec.Step, logits: torch.Tensor, rows: torch.Tensor, params: sampling.SamplingBatch, walk: Walk | None,
-                results: Results) -> torch.Tensor:
-        """Sample at every node of a step with guesses, and keep what was right: tokens and KV of the rows ([S] i64). Returns their lengths."""
-        tree, table, nodes = guesses.tree, self.rows.table, torch.arange(guesses.tree.tokens.shape[1], device=self.device)
-        rejects = self.config.speculative_acceptance == "rejection"
-        sampled = self.sampler.sample(logits, guesses.positions + 1, params, walk and walk.mask(),
-                                      branch=guesses.branch() if params.penalised else None, guesses=guesses.next_of_chain() if rejects else None)
-        targets = torch.zeros_like(tree.tokens)
-        targets[guesses.row, guesses.node] = sampled.tokens
-        found = spec.verify(tree, targets, walk and walk.guesses())
-        taken, lens = nodes <= found.counts[:, None], found.counts + 1  # [S, N] bool, [S] i64
-        if walk is not None:
-            results.walked = walk.finish(*(part.gather(1, found.counts[:, None])[:, 0] for part in (found.tokens, found.order)))
-            taken, lens = taken & ~results.walked.missed[:, None], lens - results.walked.missed.long()
-        if params.penalised:
-            self.sampler.count(rows[:, None].expand_as(taken), found.tokens, taken.float())
-        cols = (guesses.base[:, None] + nodes).clamp(max=table.shape[1] - 2)   # [S, N] i64; beyond what a row knows stands anything
-        self.rows.tokens[rows[:, None], cols + 1] = found.tokens.to(torch.int32)
-        if self.speculation.branching:
-            slots = table[rows[:, None], cols]
-            sources = slots.gather(1, found.order)
-            if self.config.page_size == 1:
-                table[rows[:, None], cols] = sources
-            else:
-                moved = taken & (sources != slots)
-                pick = (lambda part: part[moved]) if self.device == "cpu" else lambda part: torch.where(moved, part, 0).flatten()  # on a GPU: no wait
-                self.kv.copy(pick(sources).long(), pick(slots).long())
-        results.sampled = sampled
-        results.judged = spec.Judged(found.order, found.counts, tree.sizes - 1, tree.depth.amax(1), guesses.forced)
-        return guesses.base + lens
-
-    def _chains(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """The text that grammars force behind what rows hold, if any has a grammar."""
-        return self.constraints.chains(self._groups, rows, MAX_CHAIN) if self._groups and self.constraints.jump else None
-
-    def _draft(self, rows: torch.Tensor, known: torch.Tensor, plan: Plan, results: Results) -> None:
-        """Guess how rows go on that have sampled; `known` tokens of each are there."""
-        results.marks.append(self._mark())
-        if self.speculation.drafters:
-            chains = self._chains(rows)
-            room = (plan.drafts.nodes if plan.drafts else 1) + (0 if chains is None else MAX_CHAIN)
-            results.next = spec.Next(*self.speculation.draft(rows, self.rows.tokens[rows, :plan.columns + room], known, chains))
-        results.marks.append(self._mark())
-
-    def _sampling_params(self, batch: Batch, plan: Plan) -> sampling.SamplingBatch:
-        reqs, counts = [batch.reqs[i] for i in np.flatnonzero(batch.samples)], (batch.draft_lens[batch.samples] + 1).tolist()
-        key = *((req, req.row) for req in reqs), *counts, *plan.settled.items()  # a request id may come back with other parameters
-        if key != self._sampling_key:
-            self._sampling_key = key
-            self._sampling_batch = self.sampler.batch([(req.row, req.params, req.prompt_len) for req in reqs], counts, plan.settled)
-            self._groups = self.constraints.groups(list(zip(plan.constraints, counts)), plan.settled)
-        return self._sampling_batch
-
-    def _prompt_logprobs(self, batch: Batch, hidden: torch.Tensor) -> list[PromptPiece]:
-        """Logprobs of the prompt tokens that the step's hidden states predict, for the requests that asked for them."""
-        found, first_token = [], 0
-        for req, start, q_len, owed in zip(batch.reqs, batch.starts.tolist(), batch.q_lens.tolist(), batch.owed_from.tolist()):
-            if owed >= 0:
-                first = max(start, owed - 1)  # the state at column c predicts the token at c + 1
-                last, ids = min(start + q_len, req.scored_len - 1), req.ids()
-                k = req.params.prompt_logprobs if owed < req.prompt_len else req.params.logprobs
-                for c in range(first, last, HEAD_ROWS):
-                    n = min(HEAD_ROWS, last - c)
-                    at = first_token + c - start
-                    targets, = Packed([ids[c + 1:c + 1 + n]], self.device).send()
-                    results = sampling.prompt_logprobs(self.model.logits(hidden[at:at + n]), targets, k)
-                    found.append(PromptPiece(req, c + 1, *results))
-            first_token += q_len
-        return found
+        plan = self.runner.plan(batch, constraints, begun)
+        for one, count in zip(constraints, batch.draft_lens[picked].tolist()):
+            if one is not None:
+                one.drafted = count
+        return plan
 
     # ----------------------------------------------------------------------------------------------------------------------- process
 
@@ -564,7 +402,6 @@ class Engine:
         batches = [flight.batch for flight in self.flights]
         self.flights.clear()
         self.worker.restart()
-        self._sampling_key = ()
         traceback.clear_frames(error.__traceback__)  # or what the step had allocated would be in the way of the next
         for req in self.scheduler.fail(batches):
             self._close(self.streams[req.rid], "error", f"the engine failed on this request: {error}")

@@ -110,6 +110,12 @@ class DeviceTables:
         """What this is a copy of; None once that is gone, and with it the last grammar that could ask for more."""
         return self._tables()
 
+    @property
+    def version(self) -> tuple:
+        """Equal as long as kernels would get the same arguments."""
+        grown = (self._maps, self._vec, self._over_token, self._over_value, self._lines, self._states, self._chains, self._chain_tokens, self._exits)
+        return *((one.data.data_ptr(), len(one.data)) for one in grown), self._longest, self._widest.bit_length(), self._classes
+
     def refresh(self) -> int:
         """Bring over what the host has appended since. Returns the bytes sent. Other threads may append meanwhile."""
         tables = self.tables

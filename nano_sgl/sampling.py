@@ -19,7 +19,7 @@ generator, Salmon et al. 2011), and a token is drawn by the Gumbel-max trick (Gu
     edits      What changes logits before the temperature. logit_bias and min_tokens are one list of (row, token, value, until):
                the value is added while the row's position is below `until`, which is compared on the device.
     group      Rows of a batch that need the same work. Groups and index lists are host knowledge (`SamplingBatch`, built when
-               membership changes); temperatures, seeds and counts are rows on the device. So `sample` never waits for it.
+               membership changes, see `Sorted`); temperatures, seeds and counts are rows on the device. So `sample` never waits for it.
 
 Invariant: a row's token is a function of its own logits, position, parameters and history. Logprobs are the model's: of the raw
 logits, before any edit. Rows whose edited logits hold NaN or +inf, or nothing but -inf, are `bad`: their token means nothing.
@@ -33,7 +33,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple
@@ -61,6 +61,7 @@ VALUES = 7              # columns of SamplingState.values
 INV_TEMPERATURE, TOP_K, TOP_P, MIN_P_GAP, REPETITION, FREQUENCY, PRESENCE = range(VALUES)
 
 Index = slice | Tensor  # batch rows: a slice where they are consecutive (indexing gives a view), else int64 ids (a copy)
+HostIndex = slice | np.ndarray
 
 
 class Work(NamedTuple):
@@ -109,17 +110,66 @@ class Mask:
 
 
 @dataclass(frozen=True)
+class Sorted:
+    """The work of a batch's N rows as the host has sorted it: valid while its membership does not change. Indices are slices or arrays (`HostIndex`);
+    `arrays` go to the device, in their order, and all that is not in them is `shape`: batches of equal shape are sampled by the same operations."""
+
+    rows: np.ndarray                              # [N] int64, request rows
+    groups: list[tuple[Work, list[HostIndex]]]    # every batch row that is not settled in one block of one group
+    penalised: list[HostIndex]                    # blocks of batch rows with any penalty
+    repetition: list[HostIndex]                   # blocks of batch rows with a repetition penalty
+    bias: tuple[np.ndarray, ...] | None           # as `Bias`, values as bits
+    logprobs: HostIndex | None                    # batch rows that want logprobs
+    logprobs_k: int                               # the most top entries any of them wants
+    settled: tuple[np.ndarray, ...] | None        # batch rows whose token is no question, and their tokens; None: there are none
+
+    @property
+    def shape(self) -> tuple:
+        size = lambda index: (index.start, index.stop) if isinstance(index, slice) else index if index is None else len(index)
+        blocks = [(work, *map(size, blocks)) for work, blocks in self.groups]
+        return (len(self.rows), *blocks, *(tuple(map(size, part)) for part in (self.penalised, self.repetition)),
+                self.bias and len(self.bias[0]), size(self.logprobs), self.logprobs_k, self.settled and len(self.settled[0]))
+
+    @property
+    def is_even(self) -> bool:
+        """Whether all rows are treated alike."""
+        indices = [index for index in self._indices() if index is not None]
+        return self.bias is self.settled is None and all(isinstance(i, slice) for i in indices) and sum(len(blocks) > 0 for _, blocks in self.groups) == 1
+
+    def _indices(self) -> list[HostIndex | None]:
+        return [*(block for _, blocks in self.groups for block in blocks), *self.penalised, *self.repetition, self.logprobs]
+
+    @property
+    def arrays(self) -> list[np.ndarray]:
+        """[n] int64 each."""
+        return [self.rows, *(index for index in self._indices() if isinstance(index, np.ndarray)), *(self.bias or ()), *(self.settled or ())]
+
+    def batch(self, arrays: Iterable[Tensor]) -> SamplingBatch:
+        """The same on the device. arrays: `arrays` there."""
+        there = iter(arrays)
+        rows, indices = next(there), iter([next(there) if isinstance(index, np.ndarray) else index for index in self._indices()])
+        take = lambda blocks: [next(indices) for _ in blocks]
+        groups, penalised, repetition, logprobs = [(work, take(b)) for work, b in self.groups], take(self.penalised), take(self.repetition), next(indices)
+        bias = None
+        if self.bias is not None:
+            at, tokens, bits, until = (next(there) for _ in range(4))
+            bias = Bias(at, tokens, bits.to(torch.int32).view(torch.float32), until)
+        return SamplingBatch(rows, groups, penalised, repetition, bias, logprobs, self.logprobs_k,
+                             None if self.settled is None else (next(there), next(there)))
+
+
+@dataclass(frozen=True)
 class SamplingBatch:
-    """What the host knows about the rows of a batch; valid while its membership does not change."""
+    """`Sorted`, on the device."""
 
     rows: Tensor                              # [N] int64, request rows
-    groups: list[tuple[Work, list[Index]]]    # every batch row that is not settled in one block of one group
-    penalised: list[Index]                    # blocks of batch rows with any penalty
-    repetition: list[Index]                   # blocks of batch rows with a repetition penalty
+    groups: list[tuple[Work, list[Index]]]
+    penalised: list[Index]
+    repetition: list[Index]
     bias: Bias | None
-    logprobs: Index | None                    # batch rows that want logprobs
-    logprobs_k: int                           # the most top entries any of them wants
-    settled: tuple[Tensor, Tensor] | None     # [K] int64 batch rows whose token is no question, and their tokens; None: there are none
+    logprobs: Index | None
+    logprobs_k: int
+    settled: tuple[Tensor, Tensor] | None     # [K] int64 each
 
 
 @dataclass(frozen=True)
@@ -136,8 +186,8 @@ class Sampled:
 class SamplingState:
     """Sampling values, seeds and penalty counts, one row a request.
 
-    Owns these device rows. `set_row`, `batch` and `sample` are called in stream order (on a CPU: by the worker that computes),
-    and a row that was left needs no clearing: the next `set_row` overwrites it.
+    Owns these device rows. `set_row` and `sample` are called in stream order (on a CPU: by the worker that computes), and a row
+    that was left needs no clearing: the next `set_row` overwrites it.
     """
 
     def __init__(self, max_rows: int, vocab_size: int, device: torch.device | str):
@@ -153,10 +203,8 @@ class SamplingState:
         self.counts: Tensor | None = None         # [R, V] fp32, of output tokens; allocated with the first penalty
         self.in_prompt: Tensor | None = None      # [R, V] fp32, 0 or 1; allocated with the first repetition penalty
         self.scratch: list[Tensor] = []           # four of [block_rows, V] fp32; allocated with the first row that is not greedy
-        self.biases: list[tuple[np.ndarray, np.ndarray, np.ndarray] | None] = [None] * max_rows     # host: tokens, values, until
 
-    def set_row(self, row: int, params: SamplingParams, seed: int, prompt_ids: Sequence[int], output_ids: Sequence[int],
-                end_ids: Sequence[int]) -> None:
+    def set_row(self, row: int, params: SamplingParams, seed: int, prompt_ids: Sequence[int], output_ids: Sequence[int]) -> None:
         """Write request row `row`: verified parameters, the sample's own 64-bit seed, and counts rebuilt from the ids so far."""
         k = params.top_k if 0 < params.top_k < self.vocab_size else self.vocab_size
         gap = -math.log(params.min_p) if params.min_p > 0 else math.inf
@@ -164,7 +212,6 @@ class SamplingState:
                   params.repetition_penalty, params.frequency_penalty, params.presence_penalty]
         self.values[row].copy_(torch.tensor(values), non_blocking=True)
         self.seeds[row] = seed - 2**64 if seed >= 2**63 else seed       # the same 64 bits as a signed number
-        self.biases[row] = _bias_of(params, end_ids)
         if not _penalised(params):
             return
         if self.counts is None:
@@ -176,10 +223,14 @@ class SamplingState:
                 self.in_prompt = torch.zeros(self.max_rows, self.vocab_size, device=self.device)
             self.in_prompt[row].zero_().index_fill_(0, self._upload(np.unique(np.asarray(prompt_ids, dtype=np.int64))), 1)
 
-    def batch(self, members: Sequence[tuple[int, SamplingParams, int]], counts: Sequence[int] | None = None,
-              settled: Mapping[int, int] = MappingProxyType({})) -> SamplingBatch:
+    def sort(self, members: Sequence[tuple[int, SamplingParams, int]], counts: Sequence[int] | None = None, end_ids: Sequence[int] = (),
+             settled: Mapping[int, int] = MappingProxyType({}), width: int = 0) -> Sorted:
         """Sort out the work of the rows (request row, params, prompt length in tokens) that sample in a step, `counts` batch rows of each (None:
-        one). settled: batch rows, none with logprobs, where only one token may come: that one. After `set_row`."""
+        one). Pure host work, in any thread.
+
+        end_ids: what `min_tokens` holds back. settled: batch rows, none with logprobs, where only one token may come: that one. width: rows up to
+        there are padding; then as many batches as can be have the same shape, and there must be such a row but where all rows are one group.
+        """
         groups: dict[Work, list[int]] = {}
         penalised, repetition, wanted, biased, most, i = [], [], [], [], 0, 0
         for (row, params, prompt_len), count in zip(members, counts or [1] * len(members)):
@@ -192,14 +243,24 @@ class SamplingState:
             if params.logprobs is not None:
                 wanted.extend(here)
                 most = max(most, params.logprobs)
-            if self.biases[row] is not None:
-                biased.extend((at, prompt_len, *self.biases[row]) for at in here)
-        return SamplingBatch(
-            rows=self._upload(np.repeat(np.array([row for row, _, _ in members], dtype=np.int64), counts or 1)),
-            groups=[(work, self._slices(index) if work.greedy else self._blocks(index)) for work, index in groups.items()],
-            penalised=self._blocks(penalised), repetition=self._blocks(repetition), bias=self._bias(biased),
-            logprobs=self._index(wanted) if wanted else None, logprobs_k=min(most, self.vocab_size),
-            settled=tuple(self._upload(np.array([*part], np.int64)) for part in (settled.keys(), settled.values())) if settled else None)
+            if (bias := _bias_of(params, end_ids)) is not None:
+                biased.extend((at, prompt_len, *bias) for at in here)
+        if width and len(groups) == 1:
+            groups = {work: list(range(width)) for work in groups}
+        pad = lambda index: index if not width or len(index) in (0, width) else index + [width - 1] * (pow2(len(index)) - len(index))
+        rows = np.zeros(max(i, width), np.int64)
+        rows[:i] = np.repeat(np.array([row for row, _, _ in members], dtype=np.int64), counts or 1)
+        greedy = self._slices if self.device.type == "cpu" and not width else lambda index: [_index(index)] if index else []
+        return Sorted(
+            rows, [(work, (greedy if work.greedy else self._blocks)(pad(index))) for work, index in sorted(groups.items())],
+            penalised=self._blocks(pad(penalised)), repetition=self._blocks(pad(repetition)), bias=_join(biased, width > 0),
+            logprobs=_index(pad(wanted)) if wanted else None, logprobs_k=min(most, self.vocab_size),
+            settled=tuple(np.array([*part], np.int64) for part in (settled.keys(), settled.values())) if settled else None)
+
+    def batch(self, *args, **kwargs) -> SamplingBatch:
+        """`sort`, and the result on the device."""
+        made = self.sort(*args, **kwargs)
+        return made.batch(map(self._upload, made.arrays))
 
     def sample(self, logits: Tensor, positions: Tensor, batch: SamplingBatch, mask: Mask | None = None, branch: Branch | None = None,
                guesses: Guesses | None = None) -> Sampled:
@@ -218,8 +279,8 @@ class SamplingState:
             add_bias(logits, positions, batch.bias)
         if mask is not None:
             mask.forbid(logits)
-        tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)      # [N] int64
-        best = torch.empty(len(logits), device=logits.device)                           # [N] fp32
+        tokens = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)      # [N] int64: padding is in no group
+        best = torch.zeros(len(logits), device=logits.device)                           # [N] fp32
         in_one = logits.device.type == "cpu" and native.library() is not None
         for work, blocks in batch.groups:
             for block in blocks:
@@ -313,31 +374,44 @@ class SamplingState:
         counts = self.counts[batch.rows[block]]
         return counts if branch is None else counts.scatter_add_(1, branch.tokens[block], branch.real[block])
 
-    def _blocks(self, index: list[int]) -> list[Index]:
-        return [self._index(index[i:i + self.block_rows]) for i in range(0, len(index), self.block_rows)]
+    def _blocks(self, index: list[int]) -> list[HostIndex]:
+        return [_index(index[i:i + self.block_rows]) for i in range(0, len(index), self.block_rows)]
 
-    def _slices(self, index: list[int]) -> list[Index]:
-        """Of rows that are only read: on a CPU none is copied, where they lie in a few runs."""
+    def _slices(self, index: list[int]) -> list[HostIndex]:
+        """Of rows that are only read: none is copied, where they lie in a few runs."""
         cuts = [i for i in range(len(index) + 1) if i in (0, len(index)) or index[i] != index[i - 1] + 1]
-        if self.device.type != "cpu" or len(cuts) > MOST_RUNS:
-            return [self._index(index)] if index else []
+        if len(cuts) > MOST_RUNS:
+            return [_index(index)]
         return [slice(index[a], index[b - 1] + 1) for a, b in itertools.pairwise(cuts)]
-
-    def _index(self, index: list[int]) -> Index:
-        if index[-1] - index[0] == len(index) - 1:
-            return slice(index[0], index[-1] + 1)
-        return self._upload(np.array(index, dtype=np.int64))
-
-    def _bias(self, biased: list[tuple[int, int, np.ndarray, np.ndarray, np.ndarray]]) -> Bias | None:
-        if not biased:
-            return None
-        rows = np.repeat(np.array([i for i, *_ in biased], dtype=np.int64), [len(tokens) for _, _, tokens, _, _ in biased])
-        tokens, values = (np.concatenate([entry[part] for entry in biased]) for part in (2, 3))
-        until = np.concatenate([until + prompt_len for _, prompt_len, _, _, until in biased])
-        return Bias(*map(self._upload, (rows, tokens, values, until)))
 
     def _upload(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(self.device, non_blocking=True)
+
+
+def pow2(n: int) -> int:
+    """The least power of two that is not less than n >= 1."""
+    return 1 << (n - 1).bit_length()
+
+
+def _index(index: list[int]) -> HostIndex:
+    """Of ascending rows, the last of which may be there several times."""
+    if index[-1] - index[0] == len(index) - 1 and index[-2:-1] != index[-1:]:
+        return slice(index[0], index[-1] + 1)
+    return np.array(index, dtype=np.int64)
+
+
+def _join(biased: list[tuple[int, int, np.ndarray, np.ndarray, np.ndarray]], padded: bool) -> tuple[np.ndarray, ...] | None:
+    """(batch row, prompt length, tokens, values, until) of rows with biases, as one list: see `Sorted`."""
+    if not biased:
+        return None
+    if padded:  # by adding nothing
+        total = sum(len(tokens) for _, _, tokens, _, _ in biased)
+        spare = np.zeros(pow2(total) - total, np.int64)
+        biased = [*biased, (0, 0, spare, spare.astype(np.float32), spare)]
+    rows = np.repeat(np.array([i for i, *_ in biased], dtype=np.int64), [len(tokens) for _, _, tokens, _, _ in biased])
+    tokens, values = (np.concatenate([entry[part] for entry in biased]) for part in (2, 3))
+    until = np.concatenate([until + prompt_len for _, prompt_len, _, _, until in biased])
+    return rows, tokens, values.view(np.int32).astype(np.int64), until
 
 
 def work_of(params: SamplingParams, vocab_size: int) -> Work:
@@ -534,7 +608,7 @@ def _spread(raw: Tensor | None, tokens: Tensor, batch: SamplingBatch) -> tuple[T
     if raw is None:
         return None, None, None
     found = prompt_logprobs(raw, tokens[batch.logprobs], batch.logprobs_k)
-    if len(raw) == len(tokens):
+    if isinstance(batch.logprobs, slice) and len(raw) == len(tokens):
         return found
     logprobs = raw.new_full((len(tokens),), math.nan)
     top_ids = tokens.new_zeros(len(tokens), batch.logprobs_k)
@@ -551,7 +625,7 @@ if __name__ == "__main__":
     for fields in ({}, {"top_p": 0.6}, {"top_k": 3}, {"min_p": 0.5}, {"temperature": 2.0}, {"temperature": 0.0}):
         params = SamplingParams(**fields)
         state = SamplingState(max_rows=draws, vocab_size=4, device="cpu")
-        state.set_row(0, params, 42, prompt_ids=[0], output_ids=[], end_ids=[])
+        state.set_row(0, params, 42, prompt_ids=[0], output_ids=[])
         z, values = probabilities.log()[None] * state.values[0, INV_TEMPERATURE], state.values[:1]
         filter_(z, values, work_of(params, 4), [torch.empty(1, 4) for _ in range(3)])
         batch = state.batch([(0, params, 1)] * draws)

@@ -671,12 +671,12 @@ class Speculation:
 
     # ---- on the device, in the order of the stream
 
-    def step(self, drafts: Drafts, arrays: Sequence[Tensor], tokens: Tensor, rows: Tensor, known: Tensor, columns: int,
+    def step(self, nodes: int, arrays: Sequence[Tensor], tokens: Tensor, rows: Tensor, known: Tensor, columns: int,
              chains: tuple[Tensor, Tensor] | None = None) -> Step:
-        """The guesses of a step. arrays: `Drafts.packed`; tokens [R, C]: of all rows; rows [S]; known [S]: tokens of each that are there, and
+        """The guesses of a step. nodes, arrays: `Drafts.nodes`, `.packed`; tokens [R, C]: of all rows; rows [S]; known [S]: tokens of each that are there, and
         guesses at most, less than `columns`; chains: forced text behind those, (tokens [S, K] int64, how many [S] int64)."""
         at, row, node, counts, limits, *host = arrays
-        base, most = known - 1 - counts, drafts.nodes - 1
+        base, most = known - 1 - counts, nodes - 1
         roots = tokens[rows, base].long()
         made: list[tuple[DraftTree, Tensor]] = []
         if self.ahead:
@@ -717,6 +717,21 @@ class Speculation:
         tree, self.scores[rows], quality = made
         self.ready.tokens[rows], self.ready.parents[rows], self.ready.sizes[rows] = tree.tokens, tree.parents, tree.sizes
         return tree.sizes - 1, torch.where(tree.sizes > 1, tree.tokens[:, 1], -1), quality, self.grown[rows]
+
+
+def padded(packed: Sequence[np.ndarray], rows: int, places: int, token: int) -> list[np.ndarray]:
+    """`Drafts.packed` for S = `rows` and M = `places`: what is added are roots alone, at the step's token `token`, of a row of one token."""
+    at, row, node, counts, limits, *host = packed
+    real, fill = len(counts), lambda part, size, value: np.concatenate((part, np.full(size - len(part), value, np.int64)))
+    arrays = [fill(at, places, token), fill(row, places, min(real, rows - 1)), fill(node, places, 0), fill(counts, rows, 0), fill(limits, rows, 1)]
+    if host:
+        wide = sampling.pow2(len(host[0]) // real)
+        for part in host[:3]:
+            grid = np.zeros((rows, wide), np.int64)
+            grid[:real, :len(part) // real] = part.reshape(real, -1)
+            arrays.append(grid.ravel())
+        arrays += [fill(host[3], rows, 0), fill(host[4], rows, 1)]
+    return arrays
 
 
 def graft(roots: Tensor, tokens: Tensor, lens: Tensor, tree: DraftTree, scores: Tensor) -> tuple[DraftTree, Tensor]:

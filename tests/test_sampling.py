@@ -33,17 +33,17 @@ def run(logits, requests, positions=None, mask=None, rows=None, outputs=None, pr
     outputs = outputs or [[]] * n
     for row, (params, seed), prompt, output in zip(rows, requests, prompts, outputs):
         params.verify(vocab_size, 10**6)
-        state.set_row(row, params, seed, prompt, output, end_ids)
+        state.set_row(row, params, seed, prompt, output)
     if positions is None:
         positions = torch.tensor([len(prompt) + len(output) for prompt, output in zip(prompts, outputs)])
-    batch = state.batch([(row, params, len(prompt)) for row, (params, _), prompt in zip(rows, requests, prompts)])
+    batch = state.batch([(row, params, len(prompt)) for row, (params, _), prompt in zip(rows, requests, prompts)], end_ids=end_ids)
     return state.sample(logits.clone(), positions, batch, mask)
 
 
 def frequencies(logits, params, draws=20_000, seed=42):
     """How often each token is drawn at positions 0..draws-1 of one request, in batches that share one device row."""
     state = SamplingState(draws, len(logits), "cpu")
-    state.set_row(0, params, seed, [0], [], [])
+    state.set_row(0, params, seed, [0], [])
     batch = state.batch([(0, params, 1)] * draws)
     return torch.bincount(state.sample(logits.repeat(draws, 1), torch.arange(draws), batch).tokens, minlength=len(logits)) / draws
 
@@ -186,7 +186,7 @@ def test_frequencies(kernel_set, api_case):
     state = SamplingState(5, 4, "cpu")
     state.block_rows = 2**16
     for row, params in enumerate(kinds):
-        state.set_row(row, params, row, [0], [], [])
+        state.set_row(row, params, row, [0], [])
     batch = state.batch([(i % 5, kinds[i % 5], 1) for i in range(5 * draws)])
     tokens = state.sample(logits.repeat(5 * draws, 1), torch.arange(5 * draws) // 5, batch).tokens.view(draws, 5)
     for row, (_, p) in enumerate(expected):
@@ -233,7 +233,7 @@ def kept_by_us(logits, fields):
     n, vocab_size = logits.shape
     state = SamplingState(n, vocab_size, "cpu")
     for row in range(n):
-        state.set_row(row, params, 0, [0], [], [])
+        state.set_row(row, params, 0, [0], [])
     z = logits * state.values[:, sampling.INV_TEMPERATURE, None]
     filter_(z, state.values, work_of(params, vocab_size), [torch.empty_like(z) for _ in range(3)])
     return z > -1e37
@@ -419,8 +419,8 @@ def test_a_reused_row_forgets_its_predecessor(kernel_set):
 def edited(logits, params, prompt, output, **options):
     """The logits after the edits of one request."""
     state = SamplingState(1, logits.shape[-1], "cpu")
-    state.set_row(0, params, 0, prompt, output, options.pop("end_ids", []))
-    batch = state.batch([(0, params, len(prompt))])
+    state.set_row(0, params, 0, prompt, output)
+    batch = state.batch([(0, params, len(prompt))], end_ids=options.pop("end_ids", []))
     logits = logits.clone()
     state.sample(logits, torch.tensor([len(prompt) + len(output)]), batch, **options)
     return logits
@@ -462,8 +462,8 @@ def test_a_settled_row_is_not_sampled(fields, extra):
         found = []
         for one, z, known in ((plain, forced, {}), (state, logits, settled)):
             for row in range(6):
-                one.set_row(row, params, row, [1, 2], [3], [])
-            found.append(one.sample(z, torch.full((6,), 3), one.batch([(row, params, 2) for row in range(6)], None, known)))
+                one.set_row(row, params, row, [1, 2], [3])
+            found.append(one.sample(z, torch.full((6,), 3), one.batch([(row, params, 2) for row in range(6)], settled=known)))
         assert torch.equal(found[0].tokens, found[1].tokens) and not found[1].bad.any()
         assert not extra or torch.equal(plain.counts, state.counts)
 
@@ -477,7 +477,7 @@ def test_counts_kept_while_sampling_equal_counts_rebuilt():
     outputs = [[], [], [], []]
     state = SamplingState(4, 40, "cpu")
     for row, params in enumerate(kinds):
-        state.set_row(row, params, row, prompts[row], [], [])
+        state.set_row(row, params, row, prompts[row], [])
     batch = state.batch([(row, params, len(prompts[row])) for row, params in enumerate(kinds)])
     for _ in range(30):
         logits = torch.randn(4, 40)
@@ -652,9 +652,9 @@ def test_no_sampling_waits_for_the_device(monkeypatch):
     state = SamplingState(13, 640, "cpu")
     params = [SamplingParams(**fields) for fields in FIELDS]
     for row, each in enumerate(params):
-        state.set_row(row, each, row, [1, 2], [3], [4])
+        state.set_row(row, each, row, [1, 2], [3])
     logits, positions = torch.randn(13, 640), torch.full((13,), 3)
-    batch = state.batch([(row, each, 2) for row, each in enumerate(params)])
+    batch = state.batch([(row, each, 2) for row, each in enumerate(params)], end_ids=[4])
     for name in ("item", "tolist", "__bool__", "__int__", "__float__", "__index__", "cpu", "numpy", "nonzero", "__iter__"):
         monkeypatch.setattr(torch.Tensor, name, forbidden)
     state.sample(logits, positions, batch, Mask(lambda logits: None, torch.ones(13)))

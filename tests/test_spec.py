@@ -502,7 +502,7 @@ class Model:
         self.logits = torch.randn(VOCABULARY, VOCABULARY, VOCABULARY, generator=generator) * 1.5
         self.state, self.params = sampling.SamplingState(rows * 10, VOCABULARY, "cpu"), params
         for row in range(rows):
-            self.state.set_row(row, params, 1000 * seed + row, [0, 1], [], [])
+            self.state.set_row(row, params, 1000 * seed + row, [0, 1], [])
 
     def sample(self, contexts: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """contexts [B, N, 2], positions [B, N] -> tokens [B, N]: N places of each request."""

@@ -133,9 +133,9 @@ def forget_counts(engine: Engine):
     """A request that starts again after a retraction has forgotten what it had put out: its penalties begin anew."""
     struck, set_row = [], engine.sampler.set_row
 
-    def wrong(row, params, seed, prompt_ids, output_ids, end_ids):
+    def wrong(row, params, seed, prompt_ids, output_ids):
         struck.extend(output_ids[:1])
-        return set_row(row, params, seed, prompt_ids, [], end_ids)
+        return set_row(row, params, seed, prompt_ids, [])
     engine.sampler.set_row = wrong
     return idle, struck
 
@@ -157,7 +157,7 @@ def take_a_wrong_guess(engine: Engine):
 
 def leave_the_guesses_where_they_are(engine: Engine):
     """Guesses that were right are not put behind the known tokens: the row's table leads to the KV of others."""
-    struck, verify = [], engine._verify
+    struck, verify = [], engine.runner.verify
 
     def wrong(*step):
         struck.append(step)
@@ -166,7 +166,7 @@ def leave_the_guesses_where_they_are(engine: Engine):
             return verify(*step)
         finally:
             engine.speculation.branching = True
-    engine._verify = wrong
+    engine.runner.verify = wrong
     return idle, struck
 
 
@@ -203,7 +203,7 @@ def begin_the_grammar_anew(engine: Engine):
 
 def follow_the_grammar_to_the_root_only(engine: Engine):
     """The state of a row does not take notice of the guesses that were right."""
-    struck, verify = [], engine._verify
+    struck, verify = [], engine.runner.verify
 
     def wrong(guesses, logits, rows, params, walk, results):
         if walk is not None:
@@ -214,5 +214,5 @@ def follow_the_grammar_to_the_root_only(engine: Engine):
                 return finish(tokens)
             walk.finish = behind
         return verify(guesses, logits, rows, params, walk, results)
-    engine._verify = wrong
+    engine.runner.verify = wrong
     return idle, struck

@@ -129,7 +129,7 @@ class Plain:
         if p.greedy:
             return z[0]
         state = sampling.SamplingState(1, z.shape[1], "cpu")
-        state.set_row(0, p, 0, [], [], [])
+        state.set_row(0, p, 0, [], [])
         z = z / p.temperature
         sampling.filter_(z, state.values, sampling.work_of(p, z.shape[1]), [torch.empty_like(z) for _ in range(3)])
         seed = torch.tensor([derive_seed(p.seed, request.index)], dtype=torch.uint64).view(torch.int64)

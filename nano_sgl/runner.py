@@ -1,0 +1,333 @@
+"""Runner: a step's tensors, from the host's numbers to what it leaves on the device.
+
+    host     plan     integers of the batch, and all that follows from them: attention's work list, who samples how, whose grammar, which guesses
+                |
+             packed   in one buffer, in one copy                      frame: what is left of the plan without its numbers
+                v
+    device   begin    rows of requests that have just started; grammar tables are brought up to date
+             main     ids, positions and slots gathered from the rows -> forward -> logits -> mask, sample, verify -> tokens back into the rows
+             guess    how the rows will go on
+             finish   copies of KV that was not there before, logprobs of prompts
+
+Everything that `run` does is work in stream order; no value of the device is read, and of the host's only what the plan fixed: a request of the batch
+keeps its row until the step has landed, and gets no token before that.
+
+`main` and `guess` see a step's frame and its buffer alone, so that they can be recorded once and replayed (graphs.py). A step that may be is padded:
+tokens of row 0, which is nobody's, fill it up to a size that others have. What is counted in a frame:
+
+    T tokens   B rows   S rows that sample   M places at which they do (a row with guesses samples at each of them, too)   N nodes of a draft tree
+
+Invariant: a row's tokens, its KV and its state are a function of its own past, whatever else is in the step, padding too. Cost: on the host some
+numpy calls over B and T, 20 us and 0.2 us a row. Where it stops: prompt logprobs, prompts of more than graphs.MAX_TOKENS tokens a step and steps that
+sample nothing are launched kernel by kernel. On a CPU all are: launching costs nothing there, and fewer logits are computed where grammars allow few
+tokens. Source: SGLang's and vLLM's model runners (2023-2024).
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+
+import numpy as np
+import torch
+
+from . import attention, sampling, spec
+from .constraint import Constraint, Constraints, Group, SortedGroup, Walk, sort_places
+from .graphs import MAX_TOKENS, Graphs, bucket, run
+from .jump import MAX_CHAIN
+from .masks import DeviceTables
+from .memory import KVPool, Packed, Rows
+from .model import ForwardBatch, Model
+from .results import PromptPiece, Results, to_host
+from .scheduler import Batch
+
+HEAD_ROWS = 256             # prompt logprobs: hidden states per call of the head, so that logits stay small
+BEGUN = 16                  # arrays of a plan that are for `begin` and `finish`: writes (8), late copies (5), grammars (3)
+
+
+@dataclass(frozen=True)
+class Frame:
+    """All of a step but its numbers on the device. Steps of equal `key` are the same operations on the same tensors."""
+    key: tuple
+    lens: list[int]                    # of the buffer's arrays
+    attention: attention.Plan
+    flat: bool                         # its arrays are in the buffer
+    sampling: sampling.Sorted
+    groups: list[SortedGroup]
+    nodes: int                         # N; 0: no guesses
+    columns: int                       # no row has more when the step has run, but for what it samples
+    recomputes: bool                   # some token's KV is in the tree already
+    may_run_over: bool                 # some row may be longer than what was asked for, since guesses in flight may be right
+    padded: bool                       # and may be recorded
+
+
+@dataclass
+class Plan:
+    """What a step needs from the host beside its batch: worked out ahead, sent in one copy."""
+    packed: Packed                     # BEGUN arrays, then the frame's
+    frame: Frame
+    samples: tuple[int, int]           # (S, M) without padding
+    wants_prompt: bool                 # logprobs of prompts
+
+
+@dataclass
+class Left:
+    """What `main` leaves for what follows."""
+    results: Results
+    hidden: torch.Tensor               # [T, E]
+    rows: torch.Tensor                 # [S] i64
+    known: torch.Tensor                # [S] i64 tokens that they have by now
+
+
+class Runner:
+    """Runs the steps of one device. `plan` belongs to the host's thread, `run` to the worker."""
+
+    def __init__(self, model: Model, kv: KVPool, rows: Rows, backend, sampler: sampling.SamplingState, constraints: Constraints,
+                 speculation: spec.Speculation | None, *, device: str, context_len: int, page_size: int, end_ids: Sequence[int], rejects: bool,
+                 graphs: Graphs | None):
+        """backend: of attention.ATTENTION. rejects: guesses are accepted by rejection sampling."""
+        self.model, self.kv, self.rows, self.attention, self.sampler = model, kv, rows, backend, sampler
+        self.constraints, self.speculation, self.device, self.context_len, self.end_ids = constraints, speculation, device, context_len, end_ids
+        self.page_size, self.rejects, self.graphs = page_size, rejects, graphs
+        self._sorted: tuple[tuple, sampling.Sorted, list[SortedGroup]] | None = None
+
+    # ---- on the host, while the steps before it run
+
+    def plan(self, batch: Batch, constraints: Sequence[Constraint | None], begun: Sequence[tuple[int, int, int]]) -> Plan:
+        """constraints: of the rows that sample. begun: (row, state, leave_at) of the requests with a grammar that start with this step."""
+        picked, wants_prompt = np.flatnonzero(batch.samples), bool((batch.owed_from >= 0).any())
+        reqs, counts = [batch.reqs[i] for i in picked], (batch.draft_lens[picked] + 1).tolist()
+        rows_n, tokens_n, samples = len(batch.rows), batch.num_tokens, (len(picked), sum(counts))
+        padded = self.graphs is not None and not wants_prompt and 0 < samples[0] and tokens_n < MAX_TOKENS
+        few, settled = [np.arange(samples[1]), *np.empty((2, 0), np.int64)], {}
+        if not padded:
+            few, settled = self._few(reqs, constraints, counts)
+        sizes = (tokens_n, *samples)
+        if padded:
+            sizes = self._sizes(reqs, constraints, counts, sizes)
+            few[0] = np.arange(sizes[2])
+        sort, groups = self._sort(reqs, constraints, counts, settled, sizes if padded else None, sizes[1] > samples[0])
+
+        spare = sizes[0] - tokens_n                                # tokens of padding, each a row of its own
+        fill = lambda part, size, value=0: np.concatenate((part, np.full(size - len(part), value, np.int64))) if size > len(part) else part
+        wide = sizes[0] if padded else rows_n                      # B
+        rows, store_from, limits = fill(batch.rows, wide), fill(batch.store_from, wide), fill(batch.limits, wide, 1)
+        q_lens, bounds = (fill(fill(part, rows_n + spare, 1), wide) for part in (batch.q_lens, batch.kv_bounds))
+        ends = np.cumsum(q_lens)
+        of_token = np.repeat(np.arange(wide), q_lens)
+        offset = np.arange(sizes[0]) - np.repeat(ends - q_lens, q_lens)
+        work = attention.plan(rows, q_lens, bounds, batch.shared, **self.attention.plan_options)
+        count, nodes, drafts = len(work.items), 0, []
+        work = work.padded() if padded else work
+        flat = [work.flat(count)] if padded or self.device != "cpu" else []
+        if batch.draft_lens.any():
+            made = self.speculation.plan(reqs, batch.draft_lens[picked], ends[picked] - 1, batch.limits[picked])
+            nodes, drafts = made.nodes, made.packed
+            if padded:
+                nodes, drafts = sampling.pow2(nodes), spec.padded(made.packed, sizes[1], sizes[2], tokens_n)
+        columns = int(batch.kv_bounds.max()) + 1
+        if padded:
+            columns = min(sampling.pow2(columns), self.rows.tokens.shape[1])
+        arrays = [rows, q_lens, store_from, limits, of_token, offset, ends - 1, fill(picked, sizes[1], rows_n), *few, *flat, *sort.arrays,
+                  *(part for _, *parts in groups for part in parts if part is not None), *drafts]
+        before = [*batch.writes.arrays(), *batch.writes.late(), *np.array(begun, np.int64).reshape(-1, 3).T]
+        packed, lens = Packed([*before, *arrays], self.device), [len(part) for part in arrays]
+        recomputes, may_run_over = bool((batch.store_from > batch.starts).any()), bool((batch.kv_bounds > batch.limits).any())
+        key = (*lens, len(work.items), len(work.shifts), work.partials, work.block_q, sort.shape, nodes, columns, recomputes, may_run_over,
+               self.constraints.budgets, *(part is None for _, _, part in groups)) if padded else ()
+        return Plan(packed, Frame(key, lens, work, bool(flat), sort, groups, nodes, columns, recomputes, may_run_over, padded), samples, wants_prompt)
+
+    @staticmethod
+    def _few(reqs: Sequence, constraints: Sequence[Constraint | None], counts: Sequence[int]) -> tuple[list[np.ndarray], dict[int, int]]:
+        """As `sort_places`, of rows whose state is known and whose logits are for nothing else."""
+        return sort_places([one.few(n) if one and req.in_flight == 1 and req.params.logprobs is None and req.params.min_tokens == 0 else ()
+                            for one, req, n in zip(constraints, reqs, counts)], counts)
+
+    def _sizes(self, reqs: Sequence, constraints: Sequence[Constraint | None], counts: Sequence[int], sizes: tuple[int, int, int]) -> tuple:
+        """(T, S, M), padded. Where not all rows are alike there is padding in each, for lists of some of them to be filled up with."""
+        tokens_n, rows_n, places_n = sizes
+        if tokens_n == rows_n == places_n == bucket(tokens_n) and len({one and one.grammar.tables for one in constraints}) == 1 \
+                and self.sampler.sort([(req.row, req.params, 0) for req in reqs], width=rows_n).is_even:
+            return sizes
+        return tuple(bucket(size + 1) for size in sizes)
+
+    def _sort(self, reqs: Sequence, constraints: Sequence[Constraint | None], counts: list[int], settled: dict[int, int], sizes: tuple | None,
+              has_pads: bool) -> tuple[sampling.Sorted, list[SortedGroup]]:
+        """Who samples how, under whose grammar. A batch decodes for many steps before that changes."""
+        key = (*((req, req.row) for req in reqs), *counts, *settled.items(), sizes, *(one and one.grammar for one in constraints))
+        if self._sorted is None or self._sorted[0] != key:         # a request id may come back with other parameters
+            pads = (len(reqs), sizes[2] - 1) if has_pads else None
+            made = self.sampler.sort([(req.row, req.params, req.prompt_len) for req in reqs], counts, self.end_ids, settled, sizes[2] if sizes else 0)
+            self._sorted = key, made, self.constraints.sort(list(zip(constraints, counts)), settled, pads)
+        return self._sorted[1:]
+
+    # ---- on the device
+
+    def mark(self) -> float | torch.cuda.Event:
+        """This point of the stream, to measure the time between two."""
+        if self.device == "cpu":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    @torch.inference_mode()
+    def run(self, batch: Batch, plan: Plan) -> Results:
+        """Run a step."""
+        frame, marks = plan.frame, [self.mark()]
+        buffer = plan.packed.buffer.to(self.device, non_blocking=True)
+        before = buffer[:len(buffer) - sum(frame.lens)].split(plan.packed.lens[:BEGUN])
+        self.rows.put(*before[:8])
+        for req in batch.started:
+            self.sampler.set_row(req.row, req.params, req.seed, req.prompt, req.output_ids)
+        rows, states, leave_at = before[13:]
+        if len(rows):
+            self.constraints.states[rows], self.constraints.leave_at[rows] = states, leave_at
+        copies = self.constraints.bring(frame.groups)
+        stages = [lambda buffer, _: self._main(frame, copies, buffer)]
+        if frame.nodes or plan.samples[0] and self.speculation is not None and self.speculation.drafters:
+            stages.append(lambda buffer, left: self._guess(frame, copies, buffer, left))
+        buffer, between = buffer[len(buffer) - sum(frame.lens):], lambda: marks.append(self.mark())
+        if frame.padded:
+            key = (*frame.key, len(stages), *(copy.version for copy in copies))
+            left = self.graphs.run(key, stages, buffer, between)
+            results = _cut(left.results, *plan.samples)
+        else:
+            left = run(stages, buffer, between)
+            results = left.results
+        self.kv.copy(*before[8:10])                                # now that what is copied is there, also where this step has computed it
+        self.rows.point(*before[10:13])
+        results = replace(results, marks=marks[:1] if len(stages) == 1 else marks, prompt=self._prompt_logprobs(batch, left.hidden))
+        return results if self.device == "cpu" else to_host(results)
+
+    def _main(self, frame: Frame, copies: list[DeviceTables], buffer: torch.Tensor) -> Left:
+        """The stage that extends the rows."""
+        rows, arrays = self.rows, iter(buffer.split(frame.lens))
+        places, few = list(itertools.islice(arrays, 8)), list(itertools.islice(arrays, 3))
+        row_ids, q_lens, _, _, _, _, last, picked = places
+        flat = next(arrays).to(torch.int32) if frame.flat else None
+        params = frame.sampling.batch(itertools.islice(arrays, len(frame.sampling.arrays)))
+        groups = [Group(copy, next(arrays), None if places is None else next(arrays)) for copy, (_, _, places) in zip(copies, frame.groups)]
+        start = rows.length[row_ids].long()                        # [B] i64
+        step, guesses = self._place(frame, places, flat, list(arrays), groups, start)
+        hidden = self.model.forward(step, self.kv)                 # [T, E]
+        results = Results(None, [])
+        ends = start + q_lens                                      # [B] i64 each row's length after the step
+        if len(picked):
+            if not frame.padded:                                   # what has become known during the forward pass counts
+                self.constraints.bring(frame.groups)
+            logits = self.model.some_logits(hidden[last[picked] if guesses is None else guesses.at], *few)  # [S or M, V] f32
+            known = ends[picked] if guesses is None else guesses.base + 1
+            walk = Walk(self.constraints, groups, row_ids[picked], known, guesses) if groups else None
+            if guesses is not None:
+                ends[picked] = self.verify(guesses, logits, row_ids[picked], params, walk, results)
+            else:
+                results.sampled = self.sampler.sample(logits, ends[picked], params, walk and walk.mask())
+                rows.tokens[row_ids[picked], ends[picked]] = results.sampled.tokens.to(torch.int32)
+                if walk is not None:
+                    results.walked = walk.finish(results.sampled.tokens)
+                    ends[picked] -= results.walked.missed.long()
+        rows.length[row_ids] = ends.to(torch.int32)
+        if frame.padded:
+            rows.length[:1].zero_()                                # padding's; its tokens are all at column 0
+        return Left(results, hidden, row_ids[picked], ends[picked] + 1)
+
+    def _place(self, frame: Frame, places: Sequence[torch.Tensor], flat: torch.Tensor | None, guessed: Sequence[torch.Tensor],
+               groups: Sequence[Group], start: torch.Tensor) -> tuple[ForwardBatch, spec.Step | None]:
+        """Where the tokens of a step stand, and which they are: in rows that had `start` [B] i64 columns with KV. places, guessed: of the plan."""
+        rows = self.rows
+        row_ids, q_lens, store_from, limits, of_token, offset, _, picked = places
+        cols = start[of_token] + offset                            # [T] i64 column of each token
+        token_rows, positions, tree, guesses = row_ids[of_token], cols, (), None  # [T] i64 each
+        if frame.nodes:
+            guesses = self.speculation.step(frame.nodes, guessed, rows.tokens, row_ids[picked], (start + q_lens)[picked], frame.columns,
+                                            self._chains(groups, row_ids[picked]))
+            base = guesses.base
+            cols = cols.index_copy(0, guesses.at, guesses.columns)
+            positions = cols.index_copy(0, guesses.at, guesses.positions)
+            tree = (torch.full_like(cols, attention.NO_TREE).index_copy_(0, guesses.at, base[guesses.row]),
+                    torch.zeros_like(cols).index_copy_(0, guesses.at, guesses.of(guesses.tree.bits)))
+        ids = rows.tokens[token_rows, cols].long()                 # [T] i64
+        slots = rows.table[token_rows, cols].long()                # [T] i64
+        if frame.may_run_over:                                      # a row that has ended unbeknown to the host runs over what it has
+            slots = slots * (cols < limits[of_token])
+            positions = positions.clamp(max=self.context_len - 1)
+        if guesses is not None:
+            ids[guesses.at] = guesses.of(guesses.tree.tokens)
+            slots[guesses.at] *= guesses.of(guesses.tree.inside)
+        if frame.recomputes:                                        # the tree has their KV, and it may be locked by others
+            slots = slots * (cols >= store_from[of_token])
+        context = self.attention.prepare(frame.attention, rows.table, cols, *tree, **({} if flat is None else {"flat": flat}))
+        return ForwardBatch(ids, positions, slots, (self.attention, context)), guesses
+
+    def verify(self, guesses: spec.Step, logits: torch.Tensor, rows: torch.Tensor, params: sampling.SamplingBatch, walk: Walk | None,
+                results: Results) -> torch.Tensor:
+        """Sample at every node of a step with guesses, and keep what was right: tokens and KV of the rows ([S] i64). Returns their lengths."""
+        tree, table, nodes = guesses.tree, self.rows.table, torch.arange(guesses.tree.tokens.shape[1], device=self.device)
+        sampled = self.sampler.sample(logits, guesses.positions + 1, params, walk and walk.mask(),
+                                      branch=guesses.branch() if params.penalised else None, guesses=guesses.next_of_chain() if self.rejects else None)
+        targets = torch.zeros_like(tree.tokens)
+        targets[guesses.row, guesses.node] = sampled.tokens
+        found = spec.verify(tree, targets, walk and walk.guesses())
+        taken, lens = nodes <= found.counts[:, None], found.counts + 1  # [S, N] bool, [S] i64
+        if walk is not None:
+            results.walked = walk.finish(*(part.gather(1, found.counts[:, None])[:, 0] for part in (found.tokens, found.order)))
+            taken, lens = taken & ~results.walked.missed[:, None], lens - results.walked.missed.long()
+        if params.penalised:
+            self.sampler.count(rows[:, None].expand_as(taken), found.tokens, taken.float())
+        cols = (guesses.base[:, None] + nodes).clamp(max=table.shape[1] - 2)   # [S, N] i64; beyond what a row knows stands anything
+        self.rows.tokens[rows[:, None], cols + 1] = found.tokens.to(torch.int32)
+        if self.speculation.branching:
+            slots = table[rows[:, None], cols]
+            sources = slots.gather(1, found.order)
+            if self.page_size == 1:
+                table[rows[:, None], cols] = sources
+            else:
+                moved = taken & (sources != slots)
+                pick = (lambda part: part[moved]) if self.device == "cpu" else lambda part: torch.where(moved, part, 0).flatten()  # on a GPU: no wait
+                self.kv.copy(pick(sources).long(), pick(slots).long())
+        results.sampled = sampled
+        results.judged = spec.Judged(found.order, found.counts, tree.sizes - 1, tree.depth.amax(1), guesses.forced)
+        return guesses.base + lens
+
+    def _chains(self, groups: Sequence[Group], rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """The text that grammars force behind what rows hold, if any has a grammar."""
+        return self.constraints.chains(groups, rows, MAX_CHAIN) if groups and self.constraints.jump else None
+
+    def _guess(self, frame: Frame, copies: list[DeviceTables], buffer: torch.Tensor, left: Left) -> Left:
+        """The stage that guesses how rows go on that have sampled."""
+        if self.speculation.drafters:
+            arrays = itertools.islice(buffer.split(frame.lens), 11 + frame.flat + len(frame.sampling.arrays), None)
+            groups = [Group(copy, next(arrays), None if places is None else next(arrays)) for copy, (_, _, places) in zip(copies, frame.groups)]
+            chains = self._chains(groups, left.rows)
+            room = max(frame.nodes, 1) + (0 if chains is None else MAX_CHAIN)
+            left.results.next = spec.Next(*self.speculation.draft(left.rows, self.rows.tokens[left.rows, :frame.columns + room], left.known, chains))
+        return left
+
+    def _prompt_logprobs(self, batch: Batch, hidden: torch.Tensor) -> list[PromptPiece]:
+        """Logprobs of the prompt tokens that the step's hidden states predict, for the requests that asked for them."""
+        found, first_token = [], 0
+        for req, start, q_len, owed in zip(batch.reqs, batch.starts.tolist(), batch.q_lens.tolist(), batch.owed_from.tolist()):
+            if owed >= 0:
+                first = max(start, owed - 1)  # the state at column c predicts the token at c + 1
+                last, ids = min(start + q_len, req.scored_len - 1), req.ids()
+                k = req.params.prompt_logprobs if owed < req.prompt_len else req.params.logprobs
+                for c in range(first, last, HEAD_ROWS):
+                    n = min(HEAD_ROWS, last - c)
+                    at = first_token + c - start
+                    targets, = Packed([ids[c + 1:c + 1 + n]], self.device).send()
+                    results = sampling.prompt_logprobs(self.model.logits(hidden[at:at + n]), targets, k)
+                    found.append(PromptPiece(req, c + 1, *results))
+            first_token += q_len
+        return found
+
+
+def _cut(results: Results, rows: int, places: int) -> Results:
+    """What a padded step leaves, of its S rows and M places alone."""
+    def first(part, count: int):
+        cut = {field.name: value[:count] for field in fields(part) if isinstance(value := getattr(part, field.name), torch.Tensor)}
+        return replace(part, **cut)
+    return replace(results, sampled=first(results.sampled, places),
+                   **{name: first(part, rows) for name in ("judged", "next", "walked") if (part := getattr(results, name)) is not None})
