@@ -85,7 +85,7 @@ class Plan:
         """With arrays of lengths that many plans have in common. What is behind `count`, and behind the last segment, nobody reads."""
         grow = lambda part, size: np.concatenate((part, np.zeros((max(size - len(part), 0), *part.shape[1:]), np.int32)))
         size = lambda n: 1 << (n - 1).bit_length() if n else 0
-        return replace(self, items=grow(self.items, size(len(self.items))), seg_first=grow(self.seg_first, self.tokens + 1),
+        return replace(self, items=grow(self.items, max(size(len(self.items)), self.tokens)), seg_first=grow(self.seg_first, self.tokens + 1),
                        shifts=grow(self.shifts, size(len(self.shifts))), partials=size(self.partials))
 
     def flat(self, count: int) -> np.ndarray:

@@ -642,6 +642,7 @@ class Engine:
         assert set(self.streams) == set(self.scheduler.reqs), "a text stream without a request, or a request without a stream"
         if any(flight.results.exception() for flight in self.flights):
             return  # the rows are behind the host, which is about to find out
+        assert int(self.rows.length[0]) == 0, "the row of padding has got tokens"
         for req in self.scheduler.running:
             if req.row in self.scheduler.unwritten_rows or self.streams.get(req.rid) in self._rewriting:
                 continue

@@ -284,7 +284,7 @@ class Rows:
     """
 
     def __init__(self, max_requests: int, columns: int, device: str):
-        self.device = device
+        self.device, self.columns = device, columns
         self.tokens = torch.zeros(max_requests + 1, columns, dtype=torch.int32, device=device)  # [R, C] i32
         self.table = torch.zeros(max_requests + 1, columns, dtype=torch.int32, device=device)   # [R, C] i32
         self.length = torch.zeros(max_requests + 1, dtype=torch.int32, device=device)           # [R] i32

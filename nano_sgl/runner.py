@@ -128,15 +128,16 @@ class Runner:
             if padded:
                 nodes, drafts = sampling.pow2(nodes), spec.padded(made.packed, sizes[1], sizes[2], tokens_n)
         columns = int(batch.kv_bounds.max()) + 1
-        if padded:
-            columns = min(sampling.pow2(columns), self.rows.tokens.shape[1])
+        recomputes, may_run_over = bool((batch.store_from > batch.starts).any()), bool((batch.kv_bounds > batch.limits).any())
+        if padded:                                                 # what costs little is always done, so that frames have it in common
+            recomputes = may_run_over = True
+            columns = min(sampling.pow2(columns), self.rows.columns) if self.speculation is not None and self.speculation.drafters else 0
         arrays = [rows, q_lens, store_from, limits, of_token, offset, ends - 1, fill(picked, sizes[1], rows_n), *few, *flat, *sort.arrays,
                   *(part for _, *parts in groups for part in parts if part is not None), *drafts]
         before = [*batch.writes.arrays(), *batch.writes.late(), *np.array(begun, np.int64).reshape(-1, 3).T]
         packed, lens = Packed([*before, *arrays], self.device), [len(part) for part in arrays]
-        recomputes, may_run_over = bool((batch.store_from > batch.starts).any()), bool((batch.kv_bounds > batch.limits).any())
-        key = (*lens, len(work.items), len(work.shifts), work.partials, work.block_q, sort.shape, nodes, columns, recomputes, may_run_over,
-               self.constraints.budgets, *(part is None for _, _, part in groups)) if padded else ()
+        key = (*lens, len(work.items), len(work.shifts), work.partials, work.block_q, sort.shape, nodes, columns, self.constraints.budgets,
+               *(part is None for _, _, part in groups)) if padded else ()
         return Plan(packed, Frame(key, lens, work, bool(flat), sort, groups, nodes, columns, recomputes, may_run_over, padded), samples, wants_prompt)
 
     @staticmethod
@@ -286,7 +287,7 @@ class Runner:
                 table[rows[:, None], cols] = sources
             else:
                 moved = taken & (sources != slots)
-                pick = (lambda part: part[moved]) if self.device == "cpu" else lambda part: torch.where(moved, part, 0).flatten()  # on a GPU: no wait
+                pick = (lambda part: part[moved]) if self.device == "cpu" and self.graphs is None else lambda part: torch.where(moved, part, 0).flatten()  # on a GPU: no wait
                 self.kv.copy(pick(sources).long(), pick(slots).long())
         results.sampled = sampled
         results.judged = spec.Judged(found.order, found.counts, tree.sizes - 1, tree.depth.amax(1), guesses.forced)

@@ -197,7 +197,7 @@ class SamplingState:
             native.library()    # compiled now, where nobody has it yet, and not in the first request
         block = CPU_BLOCK * torch.get_num_threads() if self.device.type == "cpu" else GPU_BLOCK
         self.block_rows = min(max_rows, max(1, block // vocab_size))
-        self.values = torch.zeros(max_rows, VALUES, device=device)                      # [R, VALUES] fp32
+        self.values = torch.ones(max_rows, VALUES, device=device)                       # [R, VALUES] fp32; rows that nobody has set are padding
         self.seeds = torch.zeros(max_rows, dtype=torch.int64, device=device)            # [R] int64
         self.words = _token_words(torch.arange(vocab_size, device=device))              # [V] int32, the token's part of the hash
         self.counts: Tensor | None = None         # [R, V] fp32, of output tokens; allocated with the first penalty
@@ -315,7 +315,7 @@ class SamplingState:
         seeds = self.seeds[batch.rows[block]]
         keys = _keys(torch.where(guess >= 0, seeds ^ OTHER_NOISE, seeds), positions[block])  # without a guess: the ordinary draw
         spare = [torch.empty_like(p) for _ in range(2)]
-        coin = torch.exp(-torch.exp(_log_exponential(keys, _token_words(at.new_tensor([self.vocab_size])), [x[:, :1] for x in spare])))[:, 0]
+        coin = torch.exp(-torch.exp(_log_exponential(keys, _token_words(at.new_full((1,), self.vocab_size)), [x[:, :1] for x in spare])))[:, 0]
         kept = (guess >= 0) & (coin * q.gather(1, at)[:, 0] < p.gather(1, at)[:, 0])
         left = (p - q).clamp_(min=0)
         left = torch.where(left.sum(-1, keepdim=True) > 0, left, p).log_()              # rounding may leave nothing of a p that equals q

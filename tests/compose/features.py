@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 
 from nano_sgl.attention import TorchAttention, register_attention
 from nano_sgl.events import BlockRemoved, BlockStored
+from nano_sgl.graphs import FakeGraph, Graphs
 from nano_sgl.kernels import QuantizedWeight
 from nano_sgl.spec import CostCurve
 
@@ -49,9 +50,9 @@ class SplitAttention(TorchAttention):
         self.plan_options = dict(group=self.group, tiles=(16, 64), programs=5, min_split=32, item_cost=0, partial_cost=0)
         self.partials = 0
 
-    def prepare(self, plan, *rest):
+    def prepare(self, plan, *rest, **options):
         self.partials += plan.partials
-        return super().prepare(plan, *rest)
+        return super().prepare(plan, *rest, **options)
 
 
 # ---- what features ask for -------------------------------------------------------------------------------------------------------
@@ -173,6 +174,11 @@ def steps_in_int8(run):
     return len(run.batches) * all(isinstance(weight, QuantizedWeight) for weight in weights)
 
 
+def record_graphs(engine, step, random):
+    if engine.runner.graphs is None:
+        engine.runner.graphs = Graphs(FakeGraph)
+
+
 FEATURES = [
     Feature("radix cache", "rc", needs_cache=True, proof=lambda run: run.counted("cached_tokens"), counted="prompt tokens found in the tree"),
     Feature("page 1", "p1", flags=dict(page_size=1), counted="prompts cached to a length that is no multiple of 16",
@@ -225,6 +231,8 @@ FEATURES = [
     Feature("bfloat16", "bf", flags=dict(dtype="bfloat16"), counted="steps of a model in bfloat16",
             proof=lambda run: len(run.batches) * (str(run.engine.model.dtype) == "torch.bfloat16")),
     Feature("int8", "i8", flags=dict(quantization="int8"), counted="steps of a model with int8 weights", proof=steps_in_int8),
+    Feature("graphs of steps, on a CPU replayed by a fake", "cg", during=record_graphs, counted="steps that were replayed",
+            proof=lambda run: run.engine.runner.graphs.replays),
     Feature("another attention plan", "at", flags=dict(attention_backend="torch-split"), proof=lambda run: run.engine.attention.partials,
             counted="partial results merged: shared runs, split runs"),
     Feature("abort", "ab", during=abort_one, counted="requests aborted", proof=lambda run: sum(a.reason == "abort" for a in run.answers.values())),
