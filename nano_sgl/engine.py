@@ -610,7 +610,7 @@ class Engine:
         chosen = {"dtype": str(self.model.dtype).removeprefix("torch."), "device": self.device, "context_length": self.context_len,
                   "max_running_requests": s.max_running, "max_total_tokens": s.slots.capacity, "chunked_prefill_size": s.token_budget,
                   "disable_overlap_schedule": not self.depth, "attention_backend": self.attention_backend, "threads": torch.get_num_threads(),
-                  "schedule_policy": s.policy.name}
+                  "schedule_policy": s.policy.name, "disable_cuda_graph": self.runner.graphs is None}
         if self.config.speculative_algorithm is not None:
             chosen["speculative_eagle_topk"] = self.speculation.options.branches
         return {**asdict(self.config), **chosen}
@@ -619,9 +619,10 @@ class Engine:
         """Counts for the log line and the info routes. Tokens, requests; rates are the reader's to make."""
         s = self.scheduler
         guesses = {} if self.speculation is None or not self.speculation.drafters else self.speculation.total.summary()
-        waiting = len(s.waiting) + len(self.constraints.waiting)
+        waiting, graphs = len(s.waiting) + len(self.constraints.waiting), self.runner.graphs
+        recorded = {} if graphs is None else {"graphs": len(graphs.made), "graph_replays": graphs.replays}
         return {"running": len(s.running), "waiting": waiting, "kv_capacity": s.slots.capacity, "kv_free": s.slots.available,
-                "kv_cached": s.tree.evictable, "kv_locked": s.tree.protected, **vars(s.counters), **guesses, **self.constraints.stats()}
+                "kv_cached": s.tree.evictable, "kv_locked": s.tree.protected, **vars(s.counters), **guesses, **recorded, **self.constraints.stats()}
 
     def tree_view(self, max_nodes: int = 500, width: int = 60) -> dict:
         """The cache as plain data: `radix.view`."""

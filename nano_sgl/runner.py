@@ -69,7 +69,6 @@ class Plan:
     packed: Packed                     # BEGUN arrays, then the frame's
     frame: Frame
     samples: tuple[int, int]           # (S, M) without padding
-    wants_prompt: bool                 # logprobs of prompts
 
 
 @dataclass
@@ -91,33 +90,29 @@ class Runner:
         self.model, self.kv, self.rows, self.attention, self.sampler = model, kv, rows, backend, sampler
         self.constraints, self.speculation, self.device, self.context_len, self.end_ids = constraints, speculation, device, context_len, end_ids
         self.page_size, self.rejects, self.graphs = page_size, rejects, graphs
-        self._sorted: tuple[tuple, sampling.Sorted, list[SortedGroup]] | None = None
+        self._sorted: tuple[tuple, tuple[tuple, sampling.Sorted, list[SortedGroup]]] | None = None
 
     # ---- on the host, while the steps before it run
 
     def plan(self, batch: Batch, constraints: Sequence[Constraint | None], begun: Sequence[tuple[int, int, int]]) -> Plan:
         """constraints: of the rows that sample. begun: (row, state, leave_at) of the requests with a grammar that start with this step."""
-        picked, wants_prompt = np.flatnonzero(batch.samples), bool((batch.owed_from >= 0).any())
+        picked = np.flatnonzero(batch.samples)
         reqs, counts = [batch.reqs[i] for i in picked], (batch.draft_lens[picked] + 1).tolist()
         rows_n, tokens_n, samples = len(batch.rows), batch.num_tokens, (len(picked), sum(counts))
-        padded = self.graphs is not None and not wants_prompt and 0 < samples[0] and tokens_n < MAX_TOKENS
-        few, settled = [np.arange(samples[1]), *np.empty((2, 0), np.int64)], {}
-        if not padded:
-            few, settled = self._few(reqs, constraints, counts)
-        sizes = (tokens_n, *samples)
-        if padded:
-            sizes = self._sizes(reqs, constraints, counts, sizes)
-            few[0] = np.arange(sizes[2])
-        sort, groups = self._sort(reqs, constraints, counts, settled, sizes if padded else None, sizes[1] > samples[0])
+        padded = self.graphs is not None and 0 < samples[0] and tokens_n < MAX_TOKENS and not (batch.owed_from >= 0).any()
+        few, settled = ([], {}) if padded else self._few(reqs, constraints, counts)
+        sizes, sort, groups = self._sort(reqs, constraints, counts, settled, tokens_n if padded else 0)
+        few = [np.arange(sizes[2]), *np.empty((2, 0), np.int64)] if padded else few
 
-        spare = sizes[0] - tokens_n                                # tokens of padding, each a row of its own
+        total = sizes[0] if padded else tokens_n                   # T
+        spare = total - tokens_n                                   # tokens of padding, each a row of its own
         fill = lambda part, size, value=0: np.concatenate((part, np.full(size - len(part), value, np.int64))) if size > len(part) else part
-        wide = sizes[0] if padded else rows_n                      # B
+        wide = total if padded else rows_n                         # B
         rows, store_from, limits = fill(batch.rows, wide), fill(batch.store_from, wide), fill(batch.limits, wide, 1)
         q_lens, bounds = (fill(fill(part, rows_n + spare, 1), wide) for part in (batch.q_lens, batch.kv_bounds))
         ends = np.cumsum(q_lens)
         of_token = np.repeat(np.arange(wide), q_lens)
-        offset = np.arange(sizes[0]) - np.repeat(ends - q_lens, q_lens)
+        offset = np.arange(total) - np.repeat(ends - q_lens, q_lens)
         work = attention.plan(rows, q_lens, bounds, batch.shared, **self.attention.plan_options)
         count, nodes, drafts = len(work.items), 0, []
         work = work.padded() if padded else work
@@ -138,31 +133,33 @@ class Runner:
         packed, lens = Packed([*before, *arrays], self.device), [len(part) for part in arrays]
         key = (*lens, len(work.items), len(work.shifts), work.partials, work.block_q, sort.shape, nodes, columns, self.constraints.budgets,
                *(part is None for _, _, part in groups)) if padded else ()
-        return Plan(packed, Frame(key, lens, work, bool(flat), sort, groups, nodes, columns, recomputes, may_run_over, padded), samples, wants_prompt)
+        return Plan(packed, Frame(key, lens, work, bool(flat), sort, groups, nodes, columns, recomputes, may_run_over, padded), samples)
 
     @staticmethod
     def _few(reqs: Sequence, constraints: Sequence[Constraint | None], counts: Sequence[int]) -> tuple[list[np.ndarray], dict[int, int]]:
         """As `sort_places`, of rows whose state is known and whose logits are for nothing else."""
+        if not any(constraints):
+            return [np.arange(sum(counts)), *np.empty((2, 0), np.int64)], {}
         return sort_places([one.few(n) if one and req.in_flight == 1 and req.params.logprobs is None and req.params.min_tokens == 0 else ()
                             for one, req, n in zip(constraints, reqs, counts)], counts)
 
-    def _sizes(self, reqs: Sequence, constraints: Sequence[Constraint | None], counts: Sequence[int], sizes: tuple[int, int, int]) -> tuple:
-        """(T, S, M), padded. Where not all rows are alike there is padding in each, for lists of some of them to be filled up with."""
-        tokens_n, rows_n, places_n = sizes
-        if tokens_n == rows_n == places_n == bucket(tokens_n) and len({one and one.grammar.tables for one in constraints}) == 1 \
-                and self.sampler.sort([(req.row, req.params, 0) for req in reqs], width=rows_n).is_even:
-            return sizes
-        return tuple(bucket(size + 1) for size in sizes)
-
-    def _sort(self, reqs: Sequence, constraints: Sequence[Constraint | None], counts: list[int], settled: dict[int, int], sizes: tuple | None,
-              has_pads: bool) -> tuple[sampling.Sorted, list[SortedGroup]]:
-        """Who samples how, under whose grammar. A batch decodes for many steps before that changes."""
-        key = (*((req, req.row) for req in reqs), *counts, *settled.items(), sizes, *(one and one.grammar for one in constraints))
-        if self._sorted is None or self._sorted[0] != key:         # a request id may come back with other parameters
-            pads = (len(reqs), sizes[2] - 1) if has_pads else None
-            made = self.sampler.sort([(req.row, req.params, req.prompt_len) for req in reqs], counts, self.end_ids, settled, sizes[2] if sizes else 0)
-            self._sorted = key, made, self.constraints.sort(list(zip(constraints, counts)), settled, pads)
-        return self._sorted[1:]
+    def _sort(self, reqs: Sequence, constraints: Sequence[Constraint | None], counts: list[int], settled: dict[int, int],
+              padded: int) -> tuple[tuple[int, int, int], sampling.Sorted, list[SortedGroup]]:
+        """Who samples how, under whose grammar: a batch decodes for many steps before that changes. First (T, S, M); padded: T, to be padded, and so
+        are the others. Where not all rows are alike there is padding in each, for lists of some of them to be filled up with."""
+        key = (*((req, req.row) for req in reqs), *counts, *settled.items(), padded, *(one and one.grammar for one in constraints))
+        if self._sorted is not None and self._sorted[0] == key:    # a request id may come back with other parameters
+            return self._sorted[1]
+        members, sizes = [(req.row, req.params, req.prompt_len) for req in reqs], (padded, len(reqs), sum(counts))
+        sort = lambda width: self.sampler.sort(members, counts, self.end_ids, settled, width)
+        whole = padded == len(reqs) == sum(counts) == bucket(padded) and len({one and one.grammar.tables for one in constraints}) == 1
+        made = sort(padded) if whole else None
+        if made is None or padded and not made.is_even:
+            sizes = tuple(bucket(size + 1) for size in sizes) if padded else sizes
+            made, whole = sort(sizes[2] if padded else 0), False
+        pads = (len(reqs), sizes[2] - 1) if padded and not whole else None
+        self._sorted = key, (sizes, made, self.constraints.sort(list(zip(constraints, counts)), settled, pads))
+        return self._sorted[1]
 
     # ---- on the device
 

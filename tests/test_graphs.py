@@ -1,11 +1,14 @@
 """Steps as graphs: what is recorded, and that a replayed step does what a launched one does. On a CPU, where a graph is its frame, run again."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 import engines
 from engines import make, overlapped, params, prompt, request, run, same, workload
 from nano_sgl import attention, graphs, runner
+from nano_sgl.engine import Engine
 from nano_sgl.graphs import FakeGraph, Graphs, bucket
 
 PERSON = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 9}, "colour": {"enum": ["red", "green"]}},
@@ -75,6 +78,22 @@ def test_what_a_frame_forgets_shows(path, reference, monkeypatch):
             for i, extra in enumerate([dict(temperature=0), dict(temperature=2, seed=1)] * 4)]
     answers = [run(engine, [one])[one.rid].ids == reference(one).ids for one in made]  # batches of one row, greedy or sampled
     assert not all(answers) and engine.runner.graphs.replays
+    engine.shutdown()
+
+
+@pytest.mark.parametrize("device, backend, off, made", [("cuda", "triton", False, True), ("cuda", "triton", True, False), ("cuda", "torch", False, False),
+                                                        ("cpu", "cpp", False, False)])
+def test_who_records_graphs(device, backend, off, made):
+    engine = SimpleNamespace(device=device, attention_backend=backend, config=SimpleNamespace(disable_cuda_graph=off))
+    assert (Engine._graphs(engine) is not None) == made
+
+
+def test_graphs_are_counted(path):
+    engine = make(path)
+    assert engine.in_force()["disable_cuda_graph"] and "graphs" not in engine.stats()
+    with_graphs(engine)
+    run(engine, [request("a", prompt(5, 1), params(max_tokens=9, temperature=0, ignore_eos=True))])
+    assert engine.stats()["graphs"] == 1 and engine.stats()["graph_replays"] == 7 and not engine.in_force()["disable_cuda_graph"]
     engine.shutdown()
 
 
