@@ -12,7 +12,7 @@ import torch
 import engines
 from engines import make, overlapped, params, prompt, request, run, same
 from nano_sgl import LLM, SamplingParams
-from nano_sgl import engine as engine_module
+from nano_sgl import runner
 from nano_sgl import grammar as grammars
 from nano_sgl import spec, weights
 from nano_sgl.constraint import Constraint, sort_places
@@ -216,9 +216,9 @@ def test_logits_of_a_few_tokens_are_those_among_all(path, dtype, quantization):
 
 
 def test_who_wants_logprobs_needs_all_logits(path, reference, monkeypatch):
-    asked, settled, real, sort = [], [], Model.logits, engine_module.sort_places
+    asked, settled, real, sort = [], [], Model.logits, runner.sort_places
     monkeypatch.setattr(Model, "logits", lambda self, hidden, tokens=None: asked.append((len(hidden), tokens)) or real(self, hidden, tokens))
-    monkeypatch.setattr(engine_module, "sort_places", lambda *args: settled.append(sort(*args)) or settled[-1])
+    monkeypatch.setattr(runner, "sort_places", lambda *args: settled.append(sort(*args)) or settled[-1])
     for fields in (dict(), dict(temperature=0), dict(logprobs=1), dict(min_tokens=20), dict(frequency_penalty=1.0)):
         engine = make(path)
         made = [request(f"{i}", prompt(5, i), params(**{"max_tokens": 30, "seed": i, "json_schema": PERSON, **fields})) for i in range(3)]
