@@ -8,6 +8,8 @@ before it, and a stop string may begin in one token and end three later. So the 
                ---------------------  ----  -----------
                handed out             held  not certain
 
+  whole      A byte-level decoder only joins bytes: where no character is unfinished, a token of whole characters adds its own text, which is
+             looked up (`_pieces`), and nothing is decoded. All below is for the others: parts of characters, and other decoders.
   certain    The last ids (`_window`) are decoded together and what is new is added. Uncertain are a replacement character at the
              end, which may turn into a character, and a run of byte tokens (`<0xE3>`, Llama 2) until another token follows: one
              bad byte makes replacement characters of the whole run.
@@ -20,8 +22,8 @@ before it, and a stop string may begin in one token and end three later. So the 
 
 Invariant: the pieces of `take` joined are `text`, and without stops `text` is the decoding of all ids at once, special tokens
 left out. What came before `min_tokens` is never searched: no stop begins in it.
-Cost: one or two decodes of 4 to 8 ids a token (3 us each), no matter how long the text is; a stop string costs O(1) a character,
-amortised, however long and repetitive. A pattern costs what it costs, at most a second a request; then `push` raises
+Cost: a look into a dict a token, else one or two decodes of 4 to 8 ids (3 us each), no matter how long the text is; a stop string
+costs O(1) a character, amortised, however long and repetitive. A pattern costs what it costs, at most a second a request; then `push` raises
 TimeoutError.
 Stops holding: a run of more than 32 byte tokens is handed out before its end, and if a bad byte follows, the good part stays as
 it is. A character at the end of a byte run is searched one token late. Which stop completes first is known by the token, not by
@@ -36,6 +38,7 @@ import time
 from collections.abc import Iterable
 
 import regex
+from tokenizers import decoders
 
 from .protocol import SamplingParams
 
@@ -59,8 +62,9 @@ class TextStream:
     def __init__(self, tokenizer, params: SamplingParams, end_ids: Iterable[int], max_new: int):
         """`tokenizer`: a fast one of transformers; `end_ids` end the text unless `params.ignore_eos`, `max_new` tokens always."""
         self._backend, self.params = tokenizer.backend_tokenizer, params
-        special, self._bytes = _read_tokenizer(self._backend)
+        special, self._bytes, whole = _read_tokenizer(self._backend)
         self._skipped = special if params.skip_special_tokens else frozenset()
+        self._pieces = whole[params.skip_special_tokens]    # id -> its text, where that is certain whatever comes before
         self._min, self._max, self._no_trim = params.min_tokens, max_new, params.no_stop_trim
         self._stop_ids = frozenset() if params.ignore_eos else frozenset(end_ids) | frozenset(params.stop_token_ids or ())
         self._words = [StopString(word) for word in params.stop_strings()]
@@ -129,6 +133,9 @@ class TextStream:
 
     def _add(self, token: int) -> None:
         """Put a token into the window and what it makes certain into the text."""
+        if not self._window and (piece := self._pieces[token]) is not None:
+            self._recent += piece
+            return
         if token in self._skipped or self._backend.id_to_token(token) is None:   # a model's vocabulary may be padded
             return
         self._window.append(token)
@@ -146,7 +153,9 @@ class TextStream:
         if certain > self._shown:
             self._recent += whole[self._shown:certain]
             self._shown = certain
-        if len(self._window) >= self._limit:
+        if certain == len(whole) and self._pieces.backend is not None:
+            self._window, self._shown = [], 0
+        elif len(self._window) >= self._limit:
             self._cut(whole)
 
     def _show(self, ids: list[int]) -> None:
@@ -276,20 +285,37 @@ def _end_of_run(run: bytearray) -> tuple[int, int | None]:
     return 0, None
 
 
+class _Pieces(dict):
+    """Of a byte-level tokenizer: id -> text, None for part of a character; filled as ids are met. Of another: always None."""
+
+    def __init__(self, backend, skipped: frozenset[int]):
+        super().__init__(dict.fromkeys(skipped, ""))
+        self.backend = backend if isinstance(backend.decoder, decoders.ByteLevel) else None
+
+    def __missing__(self, token: int) -> str | None:
+        if self.backend is None:
+            return None
+        text = self.backend.decode([token], skip_special_tokens=False)      # "" where a model's vocabulary is padded
+        self[token] = piece = None if "\ufffd" in text else text
+        return piece
+
+
 @functools.lru_cache(maxsize=4)
-def _read_tokenizer(backend) -> tuple[frozenset[int], dict[int, int]]:
-    """Of a `tokenizers.Tokenizer`: its special tokens' ids; its byte tokens (id -> byte) if its decoder makes bytes of them."""
+def _read_tokenizer(backend) -> tuple[frozenset[int], dict[int, int], tuple[_Pieces, _Pieces]]:
+    """Of a `tokenizers.Tokenizer`: its special tokens' ids; its byte tokens (id -> byte) if its decoder makes bytes of them; pieces of all tokens, and
+    with the special ones left out."""
     special = frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
     ids = {backend.token_to_id(f"<0x{byte:02X}>"): byte for byte in range(256)}
     ids.pop(None, None)
-    return special, {i: byte for i, byte in ids.items() if f"<0x{byte:02X}>" not in backend.decode([i], skip_special_tokens=False)}
+    bytes_of = {i: byte for i, byte in ids.items() if f"<0x{byte:02X}>" not in backend.decode([i], skip_special_tokens=False)}
+    return special, bytes_of, (_Pieces(backend, frozenset()), _Pieces(backend, special))
 
 
 def _demo() -> None:
     """A tokenizer of nothing but bytes, so that every character comes in pieces, and a stop string after them."""
     from types import SimpleNamespace
 
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from tokenizers import Tokenizer, models, pre_tokenizers
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
