@@ -2,22 +2,24 @@
 
     python bench/host.py [--model demo] [--rows 1,32,256] [--only decode,mixed,speculative,constrained] [--steps 64] [--repeats 8] [--page-size 1]
 
-The model is scripted: there is no forward pass and no sampler, what rows sample was written down before. All else is the real engine's, in the loop
-of a GPU (one step in flight while the next is planned): every request streams, the text is that of the real tokenizer. The weights are those of a
-model of one tiny layer; `--model` gives the tokenizer and the size of the vocabulary.
+The model is scripted: there is no forward pass and no sampler, what rows sample was written down before. All else is the real engine's, in the
+loop of a GPU (one step in flight while the next is planned): every request streams, the text is that of the real tokenizer. The weights are those
+of a model of one tiny layer; `--model` gives the tokenizer and the size of the vocabulary.
 
 decode       so many rows, a token each
 mixed        beside them, always a prompt of four chunks, which fill the step's 2,048 tokens: admitted, cut, put into the tree, evicted later
 speculative  4 guesses a row, of which 0 to 4 are right in turn; every second path does not begin with the first guess
 constrained  rows that write JSON under a schema: states come back with the tokens, forced text is guessed and right
 
-Microseconds of CPU time of the one thread, the mean of `--steps` steps, the best of `--repeats` such runs; the cost of reading the clock is taken off:
+Microseconds of CPU time of the one thread, the mean of `--steps` steps, the best of `--repeats` such runs; what reading the clock costs is taken
+off:
 
-schedule  requests in and out, guesses to draft, Scheduler.next_batch        process  results as numbers, stop conditions, text, chunks to stream
-plan      the work list of attention, all of the step's integers packed      text     of it detokenisation: TextStream.push and take, in runs apart
-launch    handing that over, and what the sampler sorts by rows              commit   Scheduler.commit: lengths, slots, the tree
+schedule  guesses to draft, Scheduler.next_batch                          process  results as numbers, stop conditions, text, chunks to stream
+plan      the work list of attention, all of the step's integers packed   text     of it detokenisation: TextStream.push and take, in runs apart
+launch    handing that over, and what the sampler sorts by rows           commit   Scheduler.commit: lengths, slots, the tree
 
-`loops` is the step's time in loops of 1,000 additions, timed in the same run: it compares machines, and hours of a busy one.
+`yards`: the step's time divided by that of a yardstick, some lines of Python and numpy timed in the same minute, which compares machines, and
+hours of a busy one.
 """
 
 import argparse
@@ -51,8 +53,8 @@ GUESSES = 4
 PARTS = ("schedule", "plan", "launch", "process", "commit")
 # vLLM 0.32 beside 256 running requests of SmolLM2-135M's config, one token each, pages of 16, p50 on two cores of an AMD EPYC
 PUBLISHED = {32: (195, 81), 256: (1494, 657)}
-PROSE = """The scheduler spends one budget of tokens a step: running requests first, "as they are", then whoever waits. Memory is 4,096 pages; if none is
-left, the cheapest request is retracted (its KV stays in the tree) and it queues again. """
+PROSE = """The scheduler spends one budget of tokens a step: running requests first, "as they are", then whoever waits. Memory is 4,096 pages; if
+none is left, the cheapest request is retracted (its KV stays in the tree) and it queues again. """
 ITEM = {"type": "object", "properties": {"id": {"type": "integer"}, "name": {"type": "string"}, "in_stock": {"type": "boolean"}},
         "required": ["id", "name", "in_stock"], "additionalProperties": False}
 SCHEMA = json.dumps({"type": "array", "items": ITEM})
@@ -102,14 +104,28 @@ class Clock:
         setattr(owner, method, watched)
 
 
-def loop_us() -> float:
-    """Of 1,000 additions."""
-    def once() -> float:
-        start, total = time.thread_time_ns(), 0
-        for i in range(100_000):
-            total += i
-        return (time.thread_time_ns() - start) / 1e5
-    return min(once() for _ in range(5))
+class Spot:
+    """What a yardstick looks at."""
+    __slots__ = ("count", "name")
+
+    def __init__(self, name: str):
+        self.count, self.name = 0, name
+
+
+def yardstick_us() -> float:
+    """Of what engines do all day, without one: for 256 objects a few attributes, a look into a dict and one more in a list; ten small arrays."""
+    spots, taken = [Spot(str(i)) for i in range(256)], []
+    by_name = {spot.name: spot for spot in spots}
+    for _ in range(200):
+        start, kept = time.thread_time_ns(), []
+        for spot in spots:
+            spot.count += 1
+            if by_name.get(spot.name) is spot:
+                kept.append((spot.count, spot.name))
+        for _ in range(10):
+            np.arange(256).cumsum()
+        taken.append(time.thread_time_ns() - start)
+    return min(taken) / 1000
 
 
 # -------------------------------------------------------------------------------------------------------------------------- the script
@@ -124,8 +140,8 @@ class Scripted(Engine):
         self.worker, self.clock = Worker(threaded=False), clock     # a step is launched where it is submitted, as into the stream of a GPU
         self.at = np.zeros(self.rows.length.shape[0], np.int64)     # [R] tokens that a row has sampled
         self.script, self.states, self.chains = np.zeros(1, np.int64), None, None
-        for owner, method, name in ((self.scheduler, "next_batch", "schedule"), (self, "_plan", "plan"), (self, "_run", "launch"),
-                                    (self, "_process", "process"), (self.scheduler, "commit", "commit")):
+        for owner, method, name in ((self, "_draft_lens", "schedule"), (self.scheduler, "next_batch", "schedule"), (self, "_plan", "plan"),
+                                    (self, "_run", "launch"), (self, "_process", "process"), (self.scheduler, "commit", "commit")):
             clock.watch(owner, method, name)
 
     def _run(self, batch: Batch, plan) -> Results:
@@ -270,20 +286,20 @@ class Run:
 
 def table(path: Path, kind: str, sizes: list[int], steps: int, repeats: int, page: int) -> str:
     """Of one kind of batch, a line for each number of rows."""
-    titles = (kind + ": rows", "tokens", "step us", *PARTS, "rest", "text", "us a row", "loops")
+    titles = (kind + ": rows", "tokens", "step us", *PARTS, "rest", "text", "us a row", "yards")
     lines = [f"| {' | '.join(titles)} |", "|" + "---:|" * len(titles)]
     for rows in sizes:
         run = Run(path, kind, rows, (repeats + 2) * steps + 64, page)
         gc.collect()
         gc.freeze()  # as the server does
-        loop = loop_us()
+        yard = yardstick_us()
         best = min((run.measure(steps) for _ in range(repeats)), key=lambda found: found["step"])
-        loop = min(loop, loop_us())
+        yard = min(yard, yardstick_us())
         text = min(run.text_us(steps) for _ in range(2))
         gc.unfreeze()
         run.close()
         cells = [f"{best['tokens']:.1f}", f"**{best['step']:,.0f}**", *(f"{best.get(part, 0):,.0f}" for part in (*PARTS, "rest")), f"{text:,.0f}",
-                 f"{best['step'] / rows:.1f}", f"{best['step'] / loop:.1f}"]
+                 f"{best['step'] / rows:.1f}", f"{best['step'] / yard:.1f}"]
         lines.append(f"| {rows} | {' | '.join(cells)} |")
         if kind == "decode" and rows in PUBLISHED:
             schedule, update = PUBLISHED[rows]
@@ -306,7 +322,7 @@ def main(argv: list[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = tiny_model(Path(folder), weights.resolve(args.model))
         print(f"the tokenizer of {args.model}, pages of {args.page_size}, Python {sys.version.split()[0]}, torch {torch.__version__}; "
-              f"1,000 additions take {loop_us():.1f} us", flush=True)
+              f"the yardstick is {yardstick_us():.1f} us", flush=True)
         for kind in args.only:
             print(f"\n{table(path, kind, args.rows, args.steps, args.repeats, args.page_size)}", flush=True)
 

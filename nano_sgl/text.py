@@ -47,7 +47,8 @@ MAX_WINDOW = 256                # ids after which a cut is not checked any more:
 GARBLED = 3                     # characters at the start of a cut window that may read differently: at most 3 bytes of one
 UNCERTAIN = 3                   # replacement characters at the end that may still become one character
 MAX_RUN = 32                    # byte tokens that wait for the end of their run
-KEPT = 4096                     # characters before the held ones that stay in one string with them, for patterns that look back
+KEPT = 4096                     # characters before the held ones that stay in one string with them, for patterns that look back;
+SHOWN = 256                     # and where there are none, for `take`: a string grows by being copied
 SEARCH_SECONDS = 0.05           # one search of a pattern
 TOTAL_SEARCH_SECONDS = 1.0      # all searches of a request, CPU time
 
@@ -69,6 +70,8 @@ class TextStream:
         self._stop_ids = frozenset() if params.ignore_eos else frozenset(end_ids) | frozenset(params.stop_token_ids or ())
         self._words = [StopString(word) for word in params.stop_strings()]
         self._patterns = params.stop_patterns()
+        self._searches = bool(self._words or self._patterns)
+        self._kept = KEPT if self._patterns else SHOWN
         self._starts = [0] * len(self._patterns)    # where in the text each pattern's next search begins
         self._searched_s = 0.0                      # CPU seconds that patterns have taken
         self.count = 0
@@ -92,11 +95,15 @@ class TextStream:
         self.count += 1
         is_stop = token in self._stop_ids
         if not is_stop or self._no_trim:            # else its text is no part of the answer
-            self._add(token)
+            piece = None if self._window else self._pieces[token]
+            if piece is None:
+                self._add(token)
+            else:
+                self._recent += piece
         is_last = is_stop or self.count >= self._max
-        if is_last:
+        if is_last and self._window:
             self._show(self._window)                # what was not certain is final now, and may complete a stop string
-        if self._words or self._patterns:
+        if self._searches:
             if self.count >= self._min:
                 if self._search():
                     return "stop"
@@ -104,7 +111,7 @@ class TextStream:
                 self._skip_search()
         else:
             self._held = self._past_chars + len(self._recent)
-        if len(self._recent) > 2 * KEPT:
+        if len(self._recent) > 2 * self._kept:
             self._forget()
         if is_stop:
             self.stop_reason = token
@@ -112,7 +119,7 @@ class TextStream:
 
     def take(self, final: bool = False) -> str:
         """Text that is certain, cannot begin a stop and was not taken yet; `final`: everything there will be."""
-        if final and not isinstance(self.stop_reason, str):
+        if final and self._window and not isinstance(self.stop_reason, str):
             self._show(self._window)                # bytes that will never become a character come out as what they are
         end = self._past_chars + len(self._recent) if final else self._held
         if self._sent >= self._past_chars:
@@ -132,10 +139,7 @@ class TextStream:
         return self._backend.decode(ids, skip_special_tokens=False)
 
     def _add(self, token: int) -> None:
-        """Put a token into the window and what it makes certain into the text."""
-        if not self._window and (piece := self._pieces[token]) is not None:
-            self._recent += piece
-            return
+        """Put a token that is no piece of its own into the window, and what it makes certain into the text."""
         if token in self._skipped or self._backend.id_to_token(token) is None:   # a model's vocabulary may be padded
             return
         self._window.append(token)
@@ -235,7 +239,7 @@ class TextStream:
 
     def _forget(self) -> None:
         """Move text that is neither held nor near it out of the string that grows and is searched."""
-        spare = self._held - self._past_chars - KEPT
+        spare = self._held - self._past_chars - self._kept
         if spare > 0:
             self._past.append(self._recent[:spare])
             self._past_chars += spare
@@ -302,8 +306,8 @@ class _Pieces(dict):
 
 @functools.lru_cache(maxsize=4)
 def _read_tokenizer(backend) -> tuple[frozenset[int], dict[int, int], tuple[_Pieces, _Pieces]]:
-    """Of a `tokenizers.Tokenizer`: its special tokens' ids; its byte tokens (id -> byte) if its decoder makes bytes of them; pieces of all tokens, and
-    with the special ones left out."""
+    """Of a `tokenizers.Tokenizer`: its special tokens' ids; its byte tokens (id -> byte) if its decoder makes bytes of them; the pieces of all
+    tokens, and with the special ones left out."""
     special = frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
     ids = {backend.token_to_id(f"<0x{byte:02X}>"): byte for byte in range(256)}
     ids.pop(None, None)
