@@ -79,7 +79,7 @@ PREFETCHES = 4              # grammar rows that are built ahead of each new stat
 IDLE_S = 0.005              # a step waits so long for grammars where there is nothing else to do
 
 
-@dataclass
+@dataclass(slots=True)
 class Stream:
     """What the engine keeps of a request beside the scheduler's `Req`."""
     req: Req

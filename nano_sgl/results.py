@@ -81,13 +81,14 @@ def by_row(batch: Batch, results: Results) -> Iterator[tuple[list[int], list[Log
     ids, bads, nobody = sampled.tokens.tolist(), sampled.bad.tolist(), itertools.repeat(False)
     logprobs = None if sampled.logprobs is None else logprobs_of(ids, sampled.logprobs, sampled.top_ids, sampled.top_logprobs)
     missed = nobody if results.walked is None or not results.walked.missed.any() else results.walked.missed.tolist()
-    if judged is None:
-        paths, places = itertools.repeat([]), [[place] for place in range(len(ids))]
-    else:
+    paths, places = itertools.repeat([]), None  # None: one each, in order
+    if judged is not None:
         sizes = batch.draft_lens[batch.samples] + 1
         nodes = [order[:count + 1] for order, count in zip(judged.order.tolist(), judged.counts.tolist())]
         paths = [path[1:] for path in nodes]
         places = [[first + node for node in path] for first, path in zip((np.cumsum(sizes) - sizes).tolist(), nodes)]
+    if places is None and (missed is not nobody or logprobs is not None or True in bads):
+        places = [[place] for place in range(len(ids))]
     if missed is not nobody:
         places = [[] if none else at for at, none in zip(places, missed)]
     if True in bads:
@@ -95,7 +96,7 @@ def by_row(batch: Batch, results: Results) -> Iterator[tuple[list[int], list[Log
         places, bads = good, [len(a) < len(b) for a, b in zip(good, places)]
     else:
         bads = nobody
-    tokens = [[ids[place] for place in at] for at in places]
+    tokens = [[token] for token in ids] if places is None else [[ids[place] for place in at] for at in places]
     return zip(tokens, itertools.repeat(None) if logprobs is None else ([logprobs[k] for k in at] for at in places), bads, paths)
 
 

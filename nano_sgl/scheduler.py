@@ -116,7 +116,7 @@ class Req:
     @property
     def decodes(self) -> bool:
         """Whether its next step computes the last known token alone, and guesses at what follows."""
-        return self.known_len + self.pending - self.computed_len == 1 and self.place is None and self.launchable
+        return self.computed_len + 1 == self.known_len + self.pending < self.end_len and self.place is None and not self.leaving and not self.held
 
     def ids(self) -> np.ndarray:
         """All known ids. [known_len] int32."""
@@ -312,7 +312,7 @@ class Scheduler:
         return draft_lens
 
     def _lacking(self, rows: list[Req], draft_lens: Mapping[Req, int]) -> dict[Req, int]:
-        """How many slots rows that decode lack, of those who do. Where there are plenty it is GROWTH more, and then none for as many steps."""
+        """Slots that rows which decode lack, of those who do. Where there are plenty: GROWTH more, and then none for as many steps."""
         more, lacking = GROWTH if self._free_slots >= PLENTY * len(rows) else 0, {}
         for req in rows:
             columns = req.known_len + self.reserve + req.guessed + draft_lens.get(req, 0)

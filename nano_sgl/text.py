@@ -60,6 +60,10 @@ class TextStream:
     pushed, `text` what is certain so far, `stop_reason` the stop string, the text a pattern matched, or the stop id.
     """
 
+    __slots__ = ("_backend", "params", "_bytes", "_skipped", "_pieces", "_min", "_max", "_no_trim", "_stop_ids", "_words", "_patterns", "_searches",
+                 "_kept", "_starts", "_searched_s", "count", "stop_reason", "_window", "_limit", "_shown", "_run", "_past", "_past_chars", "_recent",
+                 "_searched", "_held", "_sent")
+
     def __init__(self, tokenizer, params: SamplingParams, end_ids: Iterable[int], max_new: int):
         """`tokenizer`: a fast one of transformers; `end_ids` end the text unless `params.ignore_eos`, `max_new` tokens always."""
         self._backend, self.params = tokenizer.backend_tokenizer, params
@@ -109,8 +113,6 @@ class TextStream:
                     return "stop"
             else:
                 self._skip_search()
-        else:
-            self._held = self._past_chars + len(self._recent)
         if len(self._recent) > 2 * self._kept:
             self._forget()
         if is_stop:
@@ -121,13 +123,13 @@ class TextStream:
         """Text that is certain, cannot begin a stop and was not taken yet; `final`: everything there will be."""
         if final and self._window and not isinstance(self.stop_reason, str):
             self._show(self._window)                # bytes that will never become a character come out as what they are
-        end = self._past_chars + len(self._recent) if final else self._held
-        if self._sent >= self._past_chars:
-            piece = self._recent[self._sent - self._past_chars:end - self._past_chars]
-        else:                                       # nobody has asked for long
-            piece = self.text[self._sent:end]
-        self._sent = max(self._sent, end)
-        return piece
+        start, end = self._sent, self._held if self._searches and not final else self._past_chars + len(self._recent)
+        if start >= end:
+            return ""
+        self._sent = end
+        if start >= self._past_chars:
+            return self._recent[start - self._past_chars:end - self._past_chars]
+        return self.text[start:end]                 # nobody has asked for long
 
     def skip(self, other: TextStream) -> None:
         """Do not hand out what another stream has handed out of the same text."""
@@ -239,7 +241,7 @@ class TextStream:
 
     def _forget(self) -> None:
         """Move text that is neither held nor near it out of the string that grows and is searched."""
-        spare = self._held - self._past_chars - self._kept
+        spare = (self._held - self._past_chars if self._searches else len(self._recent)) - self._kept
         if spare > 0:
             self._past.append(self._recent[:spare])
             self._past_chars += spare
