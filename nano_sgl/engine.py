@@ -634,7 +634,8 @@ class Engine:
     def _follow(self, stream: Stream, state: int, missed: bool) -> tuple[str | None, RequestError | None]:
         """A request with a grammar has got new tokens, or none because a row was missing: (finish reason, error)."""
         error = self.constraints.learn(stream.req.rid, stream.constraint, state, missed)
-        self.scheduler.hold(stream.req.rid, stream.req.rid in self.constraints.held)
+        if missed or stream.req.held:
+            self.scheduler.hold(stream.req.rid, stream.req.rid in self.constraints.held)
         return ("error", refusal(stream.req.request, error)) if error is not None else (None, None)
 
     def _jump(self, stream: Stream) -> tuple[str | None, RequestError | None]:
