@@ -151,7 +151,7 @@ def compare(engines: dict[str, LLM], name: str, batch: int, repeats: int, tokens
         t = cost([plain.computed / plain.steps, runs.computed / runs.steps])
         equal = sum(a == b for a, b in zip(plain.answers, runs.answers))
         r = runs.record
-        depth = " ".join(f"{a / b:.2f}" for a, b in zip(r.right_at, r.judged_at) if b >= 5)
+        depth = " ".join(f"{a / b:.2f}" for a, b in r.by_depth() if b >= 5)
         print(f"| {name} | {batch} | {label} | {each:.2f} | {statistics.median(ratios):.2f} ({ratios[0]:.2f}-{ratios[-1]:.2f}) | {each * t[0] / t[1]:.2f} "
               f"| {r.accepted / max(r.proposed, 1):.2f} | {depth} | {r.draft_s / sum(runs.seconds[-1:]):.1%} | {equal}/{len(prompts)} |", flush=True)
 

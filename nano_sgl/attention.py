@@ -109,11 +109,11 @@ class Plan:
         return replace(self, items=items.reshape(-1, 6)[: count[0]], **dict(zip(("segment", "seg_first", "shifts"), rest)))
 
 
-def _pieces(lengths: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _pieces(lengths: np.ndarray, size: int) -> tuple[np.ndarray | slice, np.ndarray | int, np.ndarray]:
     """Cuts every length into pieces of at most `size`: (which length, offset in it, length of the piece), in order."""
     count = -(-lengths // size)
-    if (count == 1).all():  # most often nothing is cut
-        return np.arange(len(lengths)), np.zeros_like(lengths), lengths
+    if len(count) and count.min() == count.max() == 1:  # most often nothing is cut
+        return slice(None), 0, lengths
     which = np.arange(len(lengths)).repeat(count)
     offset = (np.arange(len(which)) - (count.cumsum() - count).repeat(count)) * size
     return which, offset, np.minimum(size, lengths[which] - offset)
@@ -143,17 +143,16 @@ def plan(rows, q_lens, kv_bounds, shared=(), *, group: int = 1, tiles: tuple[int
         bad = int(np.argmax(kv_bounds < q_lens))
         raise ValueError(f"batch row {bad}: kv bound {kv_bounds[bad]} is below its {q_lens[bad]} new tokens, which it includes")
     q_first = _first(q_lens)
-    runs = _worth_sharing(shared, q_first.tolist(), q_lens, max(tiles[-1] // group, 1), item_cost, partial_cost)
+    runs = _worth_sharing(shared, q_first.tolist(), q_lens, max(tiles[-1] // group, 1), item_cost, partial_cost) if len(shared) else []
     runs = np.asarray(runs, np.int64).reshape(-1, 4)
     owner, start, end = _private(runs, q_lens, kv_bounds)
-
-    # One list for both kinds of run: tokens, table row, columns, and the row's bound where the tokens are one row's
-    run_len = q_first[runs[:, 1]] - q_first[runs[:, 0]]
-    q_start = np.concatenate((q_first[runs[:, 0]], q_first[owner]))
-    q_len = np.concatenate((run_len, q_lens[owner]))
-    row = np.concatenate((rows[runs[:, 0]], rows[owner]))
-    start, end = np.concatenate((runs[:, 2], start)), np.concatenate((runs[:, 3], end))
-    bound = np.concatenate((np.full(len(runs), np.iinfo(np.int32).max), kv_bounds[owner]))
+    q_start, q_len, row, bound = q_first[:-1][owner], q_lens[owner], rows[owner], kv_bounds[owner]
+    if len(runs):  # one list for both kinds of run: tokens, table row, columns, and the row's bound where the tokens are one row's
+        q_start = np.concatenate((q_first[runs[:, 0]], q_start))
+        q_len = np.concatenate((q_first[runs[:, 1]] - q_first[runs[:, 0]], q_len))
+        row = np.concatenate((rows[runs[:, 0]], row))
+        start, end = np.concatenate((runs[:, 2], start)), np.concatenate((runs[:, 3], end))
+        bound = np.concatenate((np.full(len(runs), np.iinfo(np.int32).max), bound))
     longest = max(int(q_len.max(initial=1)) * group, 1)
     block_q = max(next((tile for tile in tiles if tile >= longest), tiles[-1]) // group, 1)
 
@@ -164,12 +163,11 @@ def plan(rows, q_lens, kv_bounds, shared=(), *, group: int = 1, tiles: tuple[int
     columns = np.maximum(end - start, 0)
     split = max(min_split, -(-int(columns.sum()) // programs))
     which, offset, columns = _pieces(columns, split)
-    order = (-columns).argsort(kind="stable")  # longest first: the last programs to finish are short ones
-    which, offset, columns = which[order], offset[order], columns[order]
     kv_start = start[which] + offset
-    items = np.empty((len(which), 6), np.int64)
-    for i, values in enumerate((q_start[which], length[which], row[which], kv_start, kv_start + columns)):
+    items = np.empty((len(columns), 6), np.int64)
+    for i, values in enumerate((q_start[which], length[which], row[which], kv_start, kv_start + columns, -1)):
         items[:, i] = values
+    items = items[(-columns).argsort(kind="stable")]  # longest first: the last programs to finish are short ones
     return _merge_index(items, q_first, block_q)
 
 
@@ -203,11 +201,11 @@ def _worth_sharing(shared, q_first: list[int], q_lens: np.ndarray, block_q: int,
     return kept
 
 
-def _private(runs: np.ndarray, q_lens: np.ndarray, bounds: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _private(runs: np.ndarray, q_lens: np.ndarray, bounds: np.ndarray) -> tuple[np.ndarray | slice, np.ndarray, np.ndarray]:
     """What no kept run covers of the columns [0, bound) of rows that have tokens: (batch row, start, end) of every gap."""
     if not len(runs):
-        owner = (q_lens > 0).nonzero()[0]
-        return owner, np.zeros_like(owner), bounds[owner]
+        owner = slice(None) if q_lens.all() else q_lens.nonzero()[0]
+        return owner, np.zeros_like(bounds[owner]), bounds[owner]
     which, offset, _ = _pieces(runs[:, 1] - runs[:, 0], 1)  # an entry per run and member; one more per row stands at its bound
     owner = np.concatenate((runs[which, 0] + offset, np.arange(len(bounds))))
     start = np.concatenate((runs[which, 2], bounds))
@@ -223,6 +221,8 @@ def _private(runs: np.ndarray, q_lens: np.ndarray, bounds: np.ndarray) -> tuple[
 def _merge_index(items: np.ndarray, q_first: np.ndarray, block_q: int) -> Plan:
     """Gives items with merged tokens their partial rows, and every token segment the list of its partials."""
     tokens, q_start, q_len = int(q_first[-1]), items[:, 0], items[:, 1]
+    if q_len.sum() == tokens:  # each is in one item: there is nothing to merge
+        return Plan(items.astype(np.int32), np.zeros(tokens, np.int32), np.zeros(2, np.int32), np.zeros(0, np.int32), 0, tokens, block_q)
     q_end = q_start + q_len
     is_edge = np.zeros(tokens + 1, bool)
     is_edge[q_first] = is_edge[q_start] = is_edge[q_end] = True
@@ -230,7 +230,7 @@ def _merge_index(items: np.ndarray, q_first: np.ndarray, block_q: int) -> Plan:
     nth = is_edge.cumsum() - 1
     lo, hi = nth[q_start], nth[q_end]
     which, offset, _ = _pieces(hi - lo, 1)  # one entry per item and segment
-    segment = lo[which] + offset
+    segment, which = lo[which] + offset, np.arange(len(lo))[which]
     cover = np.bincount(segment, minlength=len(edges) - 1)
     several = _first(cover > 1)
     merged = several[hi] > several[lo]

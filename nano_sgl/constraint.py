@@ -115,6 +115,8 @@ def sort_places(lists: Sequence[Sequence[np.ndarray | None]], counts: Sequence[i
     """The places of a step, `counts` of each row; `lists` say of the first of a row what may come there, if that is few. ([Places that need the
     logits of all tokens, of some, the tokens of the latter], int64 each; the places that are settled, with the one token that may come.) More tokens
     than MOST are not worth it: then all that are not settled need all."""
+    if not any(lists):
+        return [np.arange(sum(counts)), *np.zeros((2, 0), np.int64)], {}
     needs_all, some_of, settled, first = [], {}, {}, 0
     for some, count in zip(lists, counts):
         for place, allowed in itertools.zip_longest(range(first, first + count), some):

@@ -62,7 +62,7 @@ from .model import ForwardBatch, Model, ModelConfig, load
 from .protocol import Chunk, Logprob, Request, RequestError, SamplingParams, derive_seed
 from .radix import Tree, draw, view
 from .policies import POLICIES
-from .results import PromptPiece, Results, logprobs_of
+from .results import PromptPiece, Results, by_row, logprobs_of
 from .rules import GrammarError
 from .runner import Plan, Runner
 from .scheduler import Batch, Req, Scheduler
@@ -74,11 +74,12 @@ log = logging.getLogger("nano_sgl")
 CPU_POOL_TOKENS = 65_536
 NOT_FINITE = "the model's logits are not finite numbers (NaN or infinity)"
 SLOW_PATTERN = "stop_regex took too long to search the output"
+NOTHING = ([], None, False, []), None, (DEAD, False)  # of a row that samples nothing
 PREFETCHES = 4              # grammar rows that are built ahead of each new state, for a GPU
 IDLE_S = 0.005              # a step waits so long for grammars where there is nothing else to do
 
 
-@dataclass
+@dataclass(slots=True)
 class Stream:
     """What the engine keeps of a request beside the scheduler's `Req`."""
     req: Req
@@ -409,14 +410,12 @@ class Engine:
     def _process(self, batch: Batch, results: Results) -> None:
         """The results of a step reach the host: text and stop conditions here, memory in the scheduler. What goes wrong with one request ends
         that request alone."""
-        sampled, outcomes = self._sampled(batch, results), self._outcomes(results)
-        walked = iter(()) if results.walked is None else zip(results.walked.states.tolist(), results.walked.missed.tolist())
+        walked = itertools.repeat((DEAD, False)) if results.walked is None else zip(results.walked.states.tolist(), results.walked.missed.tolist())
+        of_sampling = zip(by_row(batch, results), self._outcomes(results), walked)
         self._take_prompt_logprobs(results.prompt)
         tokens, finished, spoiled, paths = [], [], [], []
         for req, samples, complete in zip(batch.reqs, batch.samples.tolist(), batch.complete.tolist()):
-            new, logprobs, bad, path = next(sampled) if samples else ([], None, False, [])
-            outcome = next(outcomes, None) if samples else None
-            state, missed = next(walked) if samples and results.walked is not None else (DEAD, False)
+            (new, logprobs, bad, path), outcome, (state, missed) = next(of_sampling) if samples else NOTHING
             stream = self.streams.get(req.rid)
             kept, reason, error = 0, None, None
             if stream is None or stream.req is not req:
@@ -448,7 +447,7 @@ class Engine:
                 self._close(stream, reason, error)
             elif kept and req.request.stream:
                 self._outbox.append(self._take(stream))
-            tokens.append(new[:kept])
+            tokens.append(new if kept == len(new) else new[:kept])
             finished.append(reason is not None)
             paths.append(path)
         self.scheduler.commit(batch, tokens, finished, spoiled, paths)
@@ -461,30 +460,10 @@ class Engine:
                 into = stream.prompt_logprobs if piece.position < piece.req.prompt_len else stream.unsent.logprobs
                 into += logprobs_of(ids, piece.logprobs, piece.top_ids, piece.top_logprobs)
 
-    def _sampled(self, batch: Batch, results: Results) -> Iterator[tuple[list[int], list[Logprob] | None, bool, list[int]]]:
-        """Per sampling row, in order: its tokens, their logprobs, whether the logits behind them were no numbers, and which guesses were
-        right (numbers of nodes)."""
-        sampled, judged = results.sampled, results.judged
-        if sampled is None:
-            return
-        ids, bads = sampled.tokens.tolist(), sampled.bad.tolist()
-        logprobs = None if sampled.logprobs is None else logprobs_of(ids, sampled.logprobs, sampled.top_ids, sampled.top_logprobs)
-        reqs = [batch.reqs[i] for i in np.flatnonzero(batch.samples)]
-        if judged is None:
-            paths = [[0]] * len(reqs)
-        else:
-            paths = [order[:count + 1] for order, count in zip(judged.order.tolist(), judged.counts.tolist())]
-        sizes = batch.draft_lens[batch.samples] + 1
-        missed = [False] * len(reqs) if results.walked is None else results.walked.missed.tolist()
-        for path, first, none in zip(paths, (np.cumsum(sizes) - sizes).tolist(), missed):
-            at = [] if none else [first + node for node in path]
-            good = next((i for i, k in enumerate(at) if bads[k]), len(at))
-            yield [ids[k] for k in at[:good]], logprobs and [logprobs[k] for k in at[:good]], good < len(at), path[1:]
-
-    def _outcomes(self, results: Results) -> Iterator[spec.Outcome]:
+    def _outcomes(self, results: Results) -> Iterator[spec.Outcome | None]:
         """Per sampling row of a step, what became of its guesses, and which there are for the next."""
         if len(results.marks) == 1:
-            return iter(())
+            return itertools.repeat(None)
         began, drafting, drafted = results.marks
         seconds = (lambda a, b: b - a) if self.device == "cpu" else (lambda a, b: a.elapsed_time(b) / 1000)
         return self.speculation.outcomes(results.judged, results.next, seconds(drafting, drafted), seconds(began, drafting))
@@ -492,7 +471,8 @@ class Engine:
     def _follow(self, stream: Stream, state: int, missed: bool) -> tuple[str | None, RequestError | None]:
         """A request with a grammar has got new tokens, or none because a row was missing: (finish reason, error)."""
         error = self.constraints.learn(stream.req.rid, stream.constraint, state, missed)
-        self.scheduler.hold(stream.req.rid, stream.req.rid in self.constraints.held)
+        if missed or stream.req.held:
+            self.scheduler.hold(stream.req.rid, stream.req.rid in self.constraints.held)
         return ("error", refusal(stream.req.request, error)) if error is not None else (None, None)
 
     def _jump(self, stream: Stream) -> tuple[str | None, RequestError | None]:
@@ -561,7 +541,7 @@ class Engine:
                 reason, error = "error", f"the text of the output failed: {fault}"
             if reason:
                 break
-        stream.unsent.output_ids += tokens[:kept]
+        stream.unsent.output_ids += tokens if kept == len(tokens) else tokens[:kept]
         if logprobs is not None and (k := stream.req.params.logprobs) is not None:
             stream.unsent.logprobs = stream.unsent.logprobs or []
             stream.unsent.logprobs += [Logprob(entry.token_id, entry.logprob, entry.top[:k]) for entry in logprobs[:kept]]

@@ -216,6 +216,8 @@ class Writes:
 
     def late(self) -> list[np.ndarray]:
         """What follows once the step has stored its KV: (slot, copy) for `KVPool.copy`, (row, column, slot) for `Rows.point`. [n] ints each."""
+        if not self._copies:
+            return [np.empty(0, np.int64)] * 5
         rows, columns, slots = self._flat(self._slots)
         own = np.flatnonzero(np.isin(slots, list(self._copies)))
         return [np.array([of for _, of in self._copies.values()], np.int64), np.array(list(self._copies), np.int64),

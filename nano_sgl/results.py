@@ -17,14 +17,17 @@ asked for. Source: the result queue of SGLang's overlap scheduler (2024).
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 import torch
 
 from . import sampling, spec
 from .constraint import Walked
 from .protocol import Logprob
-from .scheduler import Req
+from .scheduler import Batch, Req
 
 
 @dataclass
@@ -67,6 +70,34 @@ def logprobs_of(ids: list[int], logprobs: torch.Tensor, top_ids: torch.Tensor | 
     values = logprobs.tolist()
     tops = [[]] * len(ids) if top_ids is None else [list(zip(i, v)) for i, v in zip(top_ids.tolist(), top_logprobs.tolist())]
     return [Logprob(token, value, top) for token, value, top in zip(ids, values, tops)]
+
+
+def by_row(batch: Batch, results: Results) -> Iterator[tuple[list[int], list[Logprob] | None, bool, list[int]]]:
+    """Per sampling row, in order: its tokens, their logprobs, whether the logits behind them were no numbers, and which guesses were right (numbers
+    of nodes)."""
+    sampled, judged = results.sampled, results.judged
+    if sampled is None:
+        return iter(())
+    ids, bads, nobody = sampled.tokens.tolist(), sampled.bad.tolist(), itertools.repeat(False)
+    logprobs = None if sampled.logprobs is None else logprobs_of(ids, sampled.logprobs, sampled.top_ids, sampled.top_logprobs)
+    missed = nobody if results.walked is None or not results.walked.missed.any() else results.walked.missed.tolist()
+    paths, places = itertools.repeat([]), None  # None: one each, in order
+    if judged is not None:
+        sizes = batch.draft_lens[batch.samples] + 1
+        nodes = [order[:count + 1] for order, count in zip(judged.order.tolist(), judged.counts.tolist())]
+        paths = [path[1:] for path in nodes]
+        places = [[first + node for node in path] for first, path in zip((np.cumsum(sizes) - sizes).tolist(), nodes)]
+    if places is None and (missed is not nobody or logprobs is not None or True in bads):
+        places = [[place] for place in range(len(ids))]
+    if missed is not nobody:
+        places = [[] if none else at for at, none in zip(places, missed)]
+    if True in bads:
+        good = [list(itertools.takewhile(lambda place: not bads[place], at)) for at in places]
+        places, bads = good, [len(a) < len(b) for a, b in zip(good, places)]
+    else:
+        bads = nobody
+    tokens = [[token] for token in ids] if places is None else [[ids[place] for place in at] for at in places]
+    return zip(tokens, itertools.repeat(None) if logprobs is None else ([logprobs[k] for k in at] for at in places), bads, paths)
 
 
 def _demo() -> None:

@@ -51,6 +51,7 @@ from .waiting import Queue, Waiter
 OLDEST_AFTER = 8         # starts that may pass the oldest waiting request over; then it goes first (once a pass would be fcfs where one starts)
 OUTPUT_ESTIMATE = 4096   # an output is never expected to be longer than this
 RATIO_START, RATIO_MIN, RATIO_DECAY, RATIO_RAISE = 0.7, 0.1, 0.995, 0.3  # share of max_tokens that requests are expected to use
+GROWTH, PLENTY = 8, 64   # slots that a row which decodes gets ahead, where as many as the latter could be had for each of them
 DONORS = 8               # running requests and nodes that are looked at for the beginning of a page
 RETRY_ADMISSION = 16     # steps after which a full pool is looked at again although nothing was given back
 
@@ -59,23 +60,24 @@ class Req:
     """A request as the scheduler sees it. Three lengths, three names: `seq_len` tokens known (or about to be: `pending`), `computed_len`
     with KV (or in flight), `own_start` in the tree; slots of the columns from `own_start` on are the request's own."""
 
-    __slots__ = ("request", "params", "rid", "seed", "prompt", "output_ids", "prompt_len", "max_new", "last_column", "arrival", "before", "after",
-                 "state", "leaving", "row", "place", "node", "own_start", "store_from", "own", "computed_len", "pending", "guessed", "constrained",
-                 "held", "in_flight", "cached_tokens", "prompt_logprobs_from", "scored_len", "counted_len", "retractions", "queued_at",
-                 "queued_tokens", "started_at", "suspect_until", "spoiled", "forced", "_key")
+    __slots__ = ("request", "params", "rid", "seed", "prompt", "output_ids", "prompt_len", "known_len", "max_new", "end_len", "last_column",
+                 "arrival", "before", "after", "state", "leaving", "row", "place", "node", "own_start", "store_from", "own", "computed_len",
+                 "pending", "guessed", "constrained", "held", "in_flight", "cached_tokens", "prompt_logprobs_from", "scored_len", "counted_len",
+                 "retractions", "queued_at", "queued_tokens", "started_at", "suspect_until", "spoiled", "forced", "_key")
 
     def __init__(self, request: Request, max_new: int, arrival: int, seed: int):
         self.request, self.params, self.rid, self.seed = request, request.params, request.rid, seed
         self._key = np.asarray(request.prompt_ids, np.int32).tobytes()
         self.prompt = np.frombuffer(self._key, np.int32)
         self.output_ids: list[int] = []
-        self.prompt_len, self.max_new = len(self.prompt), max_new
+        self.prompt_len = self.known_len = len(self.prompt)  # the latter counts output_ids too
+        self.max_new, self.end_len = max_new, self.prompt_len + (max_new or 1)  # no token is sampled once so many are known, or pending
         self.last_column = self.prompt_len + max(max_new - 1, 0)  # columns it can ever need: the last sampled token needs no KV
         self.arrival = arrival
         self.before = self.after = None   # in the queue
         self.state = "waiting"            # waiting, running, finished; a retracted request waits again
         self.leaving = ""                 # where a request that is still in flight goes once it has landed: "queue" or "done"
-        self.row = 0
+        self.row = self.retractions = 0
         self.place: Waiter | None = None  # in the tree, while it waits or computes its prompt
         self.node: Node | None = None     # the deepest tree node of its path; locked while the request runs
         self.own_start = 0
@@ -89,11 +91,9 @@ class Req:
         self.held = False                 # sits out until its grammar's row is there
         self.in_flight = 0                # steps launched and not yet committed that hold this request
         self.cached_tokens: int | None = None   # prompt tokens found in the tree at first admission
-        asked = self.params.prompt_logprobs is not None
-        self.prompt_logprobs_from = self.params.logprob_start_len if asked else None  # prompt position whose logprob is still owed, or None
+        self.prompt_logprobs_from = None if self.params.prompt_logprobs is None else self.params.logprob_start_len  # the first still owed
         self.scored_len = self.prompt_len               # and where they end
         self.counted_len = 0              # tokens whose nodes have been given this request's hit
-        self.retractions = 0
         self.queued_at = 0.0              # seconds on the scheduler's clock
         self.queued_tokens = 0            # tokens that had been computed for others by then
         self.started_at: float | None = None    # when it got its first row
@@ -101,12 +101,8 @@ class Req:
         self.spoiled = False              # its KV is no good: not numbers, or never computed
 
     @property
-    def known_len(self) -> int:
-        return self.prompt_len + len(self.output_ids)
-
-    @property
     def seq_len(self) -> int:
-        return self.prompt_len + len(self.output_ids) + self.pending
+        return self.known_len + self.pending
 
     @property
     def columns(self) -> int:
@@ -114,18 +110,13 @@ class Req:
         return self.own_start + len(self.own)
 
     @property
-    def suspect(self) -> bool:
-        return self.suspect_until > 0
-
-    @property
     def launchable(self) -> bool:
-        return not self.leaving and not self.held and self.seq_len > self.computed_len and (
-            self.max_new == 0 or len(self.output_ids) + self.pending < self.max_new)
+        return not self.leaving and not self.held and self.computed_len < self.known_len + self.pending < self.end_len
 
     @property
     def decodes(self) -> bool:
         """Whether its next step computes the last known token alone, and guesses at what follows."""
-        return self.seq_len - self.computed_len == 1 and self.place is None and self.launchable
+        return self.computed_len + 1 == self.known_len + self.pending < self.end_len and self.place is None and not self.leaving and not self.held
 
     def ids(self) -> np.ndarray:
         """All known ids. [known_len] int32."""
@@ -133,7 +124,7 @@ class Req:
 
     def key(self) -> bytes:
         """`ids` as the tree takes them; each is converted once."""
-        new = self.prompt_len + len(self.output_ids) - len(self._key) // 4
+        new = self.known_len - len(self._key) // 4
         if new:
             self._key += array.array("i", self.output_ids[-new:]).tobytes()
         return self._key
@@ -301,25 +292,33 @@ class Scheduler:
         rows = [r for r in self.running if r.decodes]
         if not rows:
             return {}
-        draft_lens = self._shorten({r: min(draft_lens[r], r.max_new - len(r.output_ids) - r.pending - 1) for r in rows if r in draft_lens}, len(rows))
-        needed = lambda req: req.known_len + self.reserve + req.guessed
-        missing = [self._missing(r, needed(r) + draft_lens.get(r, 0)) for r in rows]
-        if draft_lens and sum(missing) > self._free_slots:
-            draft_lens, missing = {}, [self._missing(r, needed(r)) for r in rows]
-        slots = self._alloc(sum(missing))
+        draft_lens = self._shorten({r: min(draft_lens[r], r.end_len - r.seq_len - 1) for r in rows if r in draft_lens}, len(rows))
+        lacking = self._lacking(rows, draft_lens)
+        if draft_lens and sum(lacking.values()) > self._free_slots:
+            draft_lens, lacking = {}, self._lacking(rows, {})
+        slots, taken = self._alloc(sum(lacking.values())), 0
         if slots is not None:  # all at once, the common case
-            for req, n in zip(rows, missing):
-                if n:
-                    self._own(req, slots[:n])
-                    slots = slots[n:]
+            for req, n in lacking.items():
+                self._own(req, slots[taken:taken + n])
+                taken += n
+            for req in rows:
                 plan[req], req.forced = 1, 0  # what it guesses is in draft_lens
             return draft_lens
         for req in sorted(rows, key=_dearest_first):  # who is served last is cheap to retract
-            missing = self._missing(req, needed(req))
+            missing = lacking.get(req, 0)
             if req.state == "running" and not req.leaving and self._make_room(req, missing):
                 self._own(req, self._alloc(missing))
                 plan[req], req.forced = 1, 0
         return draft_lens
+
+    def _lacking(self, rows: list[Req], draft_lens: Mapping[Req, int]) -> dict[Req, int]:
+        """Slots that rows which decode lack, of those who do. Where there are plenty: GROWTH more, and then none for as many steps."""
+        more, lacking = GROWTH if self._free_slots >= PLENTY * len(rows) else 0, {}
+        for req in rows:
+            columns = req.known_len + self.reserve + req.guessed + draft_lens.get(req, 0)
+            if columns > req.own_start + len(req.own):
+                lacking[req] = self._missing(req, columns + more)
+        return lacking
 
     def _shorten(self, draft_lens: dict[Req, int], rows: int) -> dict[Req, int]:
         """Guesses take what the rows that decode leave of the budget, and half of it where prompts wait for the rest."""
@@ -330,7 +329,7 @@ class Scheduler:
         return draft_lens if asked <= room else {req: n * room // asked for req, n in draft_lens.items()}
 
     def _plan_chunks(self, plan: dict[Req, int], budget: int) -> int:
-        for req in [r for r in self.running if r.launchable and (r.seq_len - r.computed_len > 1 or r.place is not None)]:
+        for req in [r for r in self.running if r not in plan and r.launchable and (r.seq_len - r.computed_len > 1 or r.place is not None)]:
             if budget < self.page:
                 break
             if req.state == "running":
@@ -456,15 +455,15 @@ class Scheduler:
 
     def _launch(self, plan: dict[Req, int], draft_lens: dict[Req, int], started: list[Req]) -> Batch:
         order, shared = self._layout.arrange(plan)
-        columns, computed = [], 0  # what the batch says of a row, row after row; tokens
+        columns = []  # what the batch says of a row, row after row
         for req in order:
-            n, complete = plan[req], req.computed_len + plan[req] == req.seq_len
-            samples, owed_from = complete and req.max_new > 0, -1 if req.prompt_logprobs_from is None else req.prompt_logprobs_from
-            draft_len = draft_lens.get(req, req.forced if samples else 0)
-            columns += (req.row, req.computed_len, n + draft_len, draft_len, req.guessed, req.columns, req.store_from, owed_from, complete, samples)
-            computed += n + draft_len
+            n, start, owed_from = plan[req], req.computed_len, req.prompt_logprobs_from
+            complete = start + n == req.known_len + req.pending
+            draft_len = draft_lens.get(req, req.forced if (samples := complete and req.max_new > 0) else 0)
+            columns += (req.row, start, n + draft_len, draft_len, req.guessed, req.own_start + len(req.own), req.store_from,
+                        -1 if owed_from is None else owed_from, complete, samples)
             req.in_flight += 1
-            req.computed_len += n
+            req.computed_len = start + n
             req.guessed += draft_len
             req.forced *= not samples
             if samples and not req.constrained:
@@ -479,7 +478,7 @@ class Scheduler:
         self.slots.launch(self.step)
         self.rows.launch(self.step)
         self.counters.steps += 1
-        self.counters.computed_tokens += computed
+        self.counters.computed_tokens += batch.num_tokens
         self.counters.copied_tokens += batch.writes.copied
         self.ratio = max(RATIO_MIN, self.ratio * RATIO_DECAY)
         return batch
@@ -497,7 +496,7 @@ class Scheduler:
 
     def _candidates(self) -> Iterator[Req]:
         """Waiting requests in the order in which they should start."""
-        suspects = [r for r in self.waiting if r.suspect] if self._suspects else []
+        suspects = [r for r in self.waiting if r.suspect_until] if self._suspects else []
         if suspects:
             yield suspects[0]  # each alone
             return
@@ -532,7 +531,7 @@ class Scheduler:
             return started
         promised = sum(self._still_needed(r) for r in self.running)
         for req in self._candidates():
-            if self._suspects and any(r.suspect or req.suspect for r in self.running):
+            if self._suspects and any(r.suspect_until or req.suspect_until for r in self.running):
                 break
             node = self._lock(req, self.tree.parking(req.place.node)) if self.cache else self.tree.root(req.request.namespace)
             needed = self._expected_columns(req)
@@ -629,7 +628,7 @@ class Scheduler:
         self._writes.slots(req.row, req.columns, slots)
         if not len(req.own):
             req.own = slots  # most of them go to the tree at once
-        else:
+        elif len(slots):
             req.own = _growing(req.own)
             req.own.frombytes(slots.tobytes())
 
@@ -717,7 +716,7 @@ class Scheduler:
         req.key()
         if req.row:
             self._release(req)
-        req._key, req.output_ids = req._key[:4 * (req.prompt_len + same)], output_ids
+        req._key, req.output_ids, req.known_len = req._key[:4 * (req.prompt_len + same)], output_ids, req.prompt_len + len(output_ids)
         if scored and same < len(output_ids):
             req.prompt_logprobs_from, req.scored_len = req.prompt_len + same, req.known_len
         req.leaving = "queue"
@@ -748,11 +747,12 @@ class Scheduler:
                 req.prompt_logprobs_from = owed if owed < req.scored_len else None
             if req.leaving != "done":
                 req.output_ids.extend(new)
+                req.known_len += len(new)
                 req.spoiled = req in spoiled
                 self.counters.output_tokens += len(new)
                 if done:
                     self._end(req)
-                elif req.suspect and end - draft_len + len(path) >= req.suspect_until:
+                elif req.suspect_until and end - draft_len + len(path) >= req.suspect_until:
                     self._suspects.discard(req)
                     req.suspect_until, req.leaving = 0, "queue"  # it is cleared; the next one takes its turn
             if req.leaving and not req.in_flight:
@@ -781,7 +781,7 @@ class Scheduler:
             self.slots.commit(batch.step)
             self.rows.commit(batch.step)
         failed = batches[0]
-        alone = [req for req in failed.reqs if req.suspect and len(failed.reqs) == 1 and req.leaving != "done"]
+        alone = [req for req in failed.reqs if req.suspect_until and len(failed.reqs) == 1 and req.leaving != "done"]
         for req, end in zip(failed.reqs, failed.kv_bounds.tolist()):
             req.suspect_until = end
             self._suspects.add(req)

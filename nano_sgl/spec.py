@@ -408,14 +408,13 @@ class CostCurve:
         return np.interp(tokens, self.sizes, self.seconds) + np.maximum(tokens - b, 0) * (t - s) / max(b - a, 1)
 
 
-@dataclass
+@dataclass(slots=True)
 class Record:
     """One request's guesses: what became of them, and what is known of those for its next step."""
     steps: int = 0                  # that verified guesses, or could have
     proposed: int = 0
     accepted: int = 0
-    right_at: list[int] = field(default_factory=list)   # [d]: steps in which the guess d + 1 tokens ahead was right
-    judged_at: list[int] = field(default_factory=list)  # [d]: and those in which there was one, all before it right
+    ends: dict[tuple[int, int], int] = field(default_factory=dict)  # (guesses in a row that were judged, that were right) -> steps
     right: float = 0.0              # recent guesses that were right, and that were judged: they fade
     judged: float = 0.0
     ready: int = 0                  # guesses of device drafters for the step after the last one that the host knows
@@ -430,18 +429,22 @@ class Record:
 
     def add(self, drafted: int, deepest: int, right: int) -> None:
         """A step more: so many guesses were judged, so many of them could have been right, and so many were."""
-        self.steps, self.proposed, self.accepted = self.steps + 1, self.proposed + drafted, self.accepted + right
-        for counts, upto in ((self.right_at, right), (self.judged_at, min(deepest, right + 1))):
-            counts += [0] * (upto - len(counts))
-            for depth in range(upto):
-                counts[depth] += 1
+        self.steps += 1
+        self.proposed += drafted
+        self.accepted += right
+        end = (deepest if deepest <= right else right + 1, right)
+        self.ends[end] = self.ends.get(end, 0) + 1
+
+    def by_depth(self) -> list[tuple[int, int]]:
+        """[d]: steps in which the guess d + 1 tokens ahead was right, and those in which there was one, all before it right."""
+        return [tuple(sum(count for end, count in self.ends.items() if end[which] > depth) for which in (1, 0))
+                for depth in range(max((judged for judged, _ in self.ends), default=0))]
 
     def summary(self) -> dict:
         """What a client is told, under SGLang's names, and accept rates by depth. Lengths count the token that every step makes."""
-        judged, right = self.judged_at, self.right_at + [0] * (len(self.judged_at) - len(self.right_at))
         return {"spec_verify_ct": self.steps, "spec_num_proposed_drafts": self.proposed, "spec_num_correct_drafts": self.accepted,
                 "spec_accept_length": 1 + self.accepted / max(self.steps, 1), "spec_accept_rate": self.accepted / max(self.proposed, 1),
-                "spec_accept_rate_by_depth": [r / j for r, j in zip(right, judged)],
+                "spec_accept_rate_by_depth": [right / judged for right, judged in self.by_depth()],
                 "spec_draft_time": self.draft_s, "spec_verify_time": self.verify_s}
 
 
@@ -615,10 +618,9 @@ class Speculation:
         before."""
         spent = draft_s, rest_s if judged is not None else 0.0
         self.total.draft_s, self.total.verify_s = self.total.draft_s + spent[0], self.total.verify_s + spent[1]
-        lists = lambda part, *names: zip(*(getattr(part, name).tolist() for name in names))
-        ours = itertools.repeat((0, 0, 0)) if judged is None else lists(judged, "drafted", "deepest", "forced")
-        theirs = itertools.repeat((0, -1, 0, 0)) if coming is None else lists(coming, "found", "first", "quality", "grown")
-        return (Outcome(*mine, *those, *spent) for mine, those in zip(ours, theirs))
+        ours = (0, 0, 0) if judged is None else (judged.drafted, judged.deepest, judged.forced)
+        theirs = (0, -1, 0, 0) if coming is None else (coming.found, coming.first, coming.quality, coming.grown)
+        return map(Outcome, *(part.tolist() if isinstance(part, Tensor) else itertools.repeat(part) for part in (*ours, *theirs, *spent)))
 
     def learn(self, record: Record, outcome: Outcome, tokens: Sequence[int], kept: int, first: bool) -> None:
         """A row has sampled `tokens`, all but the last of which were guessed right; a stop or a limit leaves `kept` of them. first: they are the
@@ -627,13 +629,14 @@ class Speculation:
         forced = min(outcome.forced, kept - 1)
         if self.lengths is not None and forced == outcome.forced:  # or what else was guessed had no chance
             self.lengths.learn(record, deepest - forced, tokens[forced:kept])
-        record.grown = outcome.grown
-        record.ready, record.first, record.quality = outcome.found, outcome.first, min(max(outcome.quality, 0), MAX_QUALITY)
-        record.found = record.ready
-        record.draft_s, record.verify_s = record.draft_s + outcome.draft_s, record.verify_s + outcome.verify_s
-        for counted in (record, self.total):
-            counted.forced += forced
-            if not first and forced == outcome.forced:
+        record.grown, record.first, record.quality = outcome.grown, outcome.first, min(max(outcome.quality, 0), MAX_QUALITY)
+        record.ready = record.found = outcome.found
+        record.draft_s += outcome.draft_s
+        record.verify_s += outcome.verify_s
+        record.forced += forced
+        self.total.forced += forced
+        if not first and forced == outcome.forced:
+            for counted in (record, self.total):
                 counted.add(outcome.drafted - forced, deepest - forced, kept - 1 - forced)
 
     def _propose(self, req: Req, tree: Tree, in_flight: bool) -> tuple[list[int], list[int], list[float]]:

@@ -8,6 +8,8 @@ before it, and a stop string may begin in one token and end three later. So the 
                ---------------------  ----  -----------
                handed out             held  not certain
 
+  whole      A byte-level decoder only joins bytes: where no character is unfinished, a token of whole characters adds its own text, which is
+             looked up (`_pieces`), and nothing is decoded. All below is for the others: parts of characters, and other decoders.
   certain    The last ids (`_window`) are decoded together and what is new is added. Uncertain are a replacement character at the
              end, which may turn into a character, and a run of byte tokens (`<0xE3>`, Llama 2) until another token follows: one
              bad byte makes replacement characters of the whole run.
@@ -20,8 +22,8 @@ before it, and a stop string may begin in one token and end three later. So the 
 
 Invariant: the pieces of `take` joined are `text`, and without stops `text` is the decoding of all ids at once, special tokens
 left out. What came before `min_tokens` is never searched: no stop begins in it.
-Cost: one or two decodes of 4 to 8 ids a token (3 us each), no matter how long the text is; a stop string costs O(1) a character,
-amortised, however long and repetitive. A pattern costs what it costs, at most a second a request; then `push` raises
+Cost: a look into a dict a token, else one or two decodes of 4 to 8 ids (3 us each), no matter how long the text is; a stop string
+costs O(1) a character, amortised, however long and repetitive. A pattern costs what it costs, at most a second a request; then `push` raises
 TimeoutError.
 Stops holding: a run of more than 32 byte tokens is handed out before its end, and if a bad byte follows, the good part stays as
 it is. A character at the end of a byte run is searched one token late. Which stop completes first is known by the token, not by
@@ -36,6 +38,7 @@ import time
 from collections.abc import Iterable
 
 import regex
+from tokenizers import decoders
 
 from .protocol import SamplingParams
 
@@ -44,7 +47,8 @@ MAX_WINDOW = 256                # ids after which a cut is not checked any more:
 GARBLED = 3                     # characters at the start of a cut window that may read differently: at most 3 bytes of one
 UNCERTAIN = 3                   # replacement characters at the end that may still become one character
 MAX_RUN = 32                    # byte tokens that wait for the end of their run
-KEPT = 4096                     # characters before the held ones that stay in one string with them, for patterns that look back
+KEPT = 4096                     # characters before the held ones that stay in one string with them, for patterns that look back;
+SHOWN = 256                     # and where there are none, for `take`: a string grows by being copied
 SEARCH_SECONDS = 0.05           # one search of a pattern
 TOTAL_SEARCH_SECONDS = 1.0      # all searches of a request, CPU time
 
@@ -56,15 +60,22 @@ class TextStream:
     pushed, `text` what is certain so far, `stop_reason` the stop string, the text a pattern matched, or the stop id.
     """
 
+    __slots__ = ("_backend", "params", "_bytes", "_skipped", "_pieces", "_min", "_max", "_no_trim", "_stop_ids", "_words", "_patterns", "_searches",
+                 "_kept", "_starts", "_searched_s", "count", "stop_reason", "_window", "_limit", "_shown", "_run", "_past", "_past_chars", "_recent",
+                 "_searched", "_held", "_sent")
+
     def __init__(self, tokenizer, params: SamplingParams, end_ids: Iterable[int], max_new: int):
         """`tokenizer`: a fast one of transformers; `end_ids` end the text unless `params.ignore_eos`, `max_new` tokens always."""
         self._backend, self.params = tokenizer.backend_tokenizer, params
-        special, self._bytes = _read_tokenizer(self._backend)
+        special, self._bytes, whole = _read_tokenizer(self._backend)
         self._skipped = special if params.skip_special_tokens else frozenset()
+        self._pieces = whole[params.skip_special_tokens]    # id -> its text, where that is certain whatever comes before
         self._min, self._max, self._no_trim = params.min_tokens, max_new, params.no_stop_trim
         self._stop_ids = frozenset() if params.ignore_eos else frozenset(end_ids) | frozenset(params.stop_token_ids or ())
         self._words = [StopString(word) for word in params.stop_strings()]
         self._patterns = params.stop_patterns()
+        self._searches = bool(self._words or self._patterns)
+        self._kept = KEPT if self._patterns else SHOWN
         self._starts = [0] * len(self._patterns)    # where in the text each pattern's next search begins
         self._searched_s = 0.0                      # CPU seconds that patterns have taken
         self.count = 0
@@ -88,19 +99,21 @@ class TextStream:
         self.count += 1
         is_stop = token in self._stop_ids
         if not is_stop or self._no_trim:            # else its text is no part of the answer
-            self._add(token)
+            piece = None if self._window else self._pieces[token]
+            if piece is None:
+                self._add(token)
+            else:
+                self._recent += piece
         is_last = is_stop or self.count >= self._max
-        if is_last:
+        if is_last and self._window:
             self._show(self._window)                # what was not certain is final now, and may complete a stop string
-        if self._words or self._patterns:
+        if self._searches:
             if self.count >= self._min:
                 if self._search():
                     return "stop"
             else:
                 self._skip_search()
-        else:
-            self._held = self._past_chars + len(self._recent)
-        if len(self._recent) > 2 * KEPT:
+        if len(self._recent) > 2 * self._kept:
             self._forget()
         if is_stop:
             self.stop_reason = token
@@ -108,15 +121,15 @@ class TextStream:
 
     def take(self, final: bool = False) -> str:
         """Text that is certain, cannot begin a stop and was not taken yet; `final`: everything there will be."""
-        if final and not isinstance(self.stop_reason, str):
+        if final and self._window and not isinstance(self.stop_reason, str):
             self._show(self._window)                # bytes that will never become a character come out as what they are
-        end = self._past_chars + len(self._recent) if final else self._held
-        if self._sent >= self._past_chars:
-            piece = self._recent[self._sent - self._past_chars:end - self._past_chars]
-        else:                                       # nobody has asked for long
-            piece = self.text[self._sent:end]
-        self._sent = max(self._sent, end)
-        return piece
+        start, end = self._sent, self._held if self._searches and not final else self._past_chars + len(self._recent)
+        if start >= end:
+            return ""
+        self._sent = end
+        if start >= self._past_chars:
+            return self._recent[start - self._past_chars:end - self._past_chars]
+        return self.text[start:end]                 # nobody has asked for long
 
     def skip(self, other: TextStream) -> None:
         """Do not hand out what another stream has handed out of the same text."""
@@ -128,7 +141,7 @@ class TextStream:
         return self._backend.decode(ids, skip_special_tokens=False)
 
     def _add(self, token: int) -> None:
-        """Put a token into the window and what it makes certain into the text."""
+        """Put a token that is no piece of its own into the window, and what it makes certain into the text."""
         if token in self._skipped or self._backend.id_to_token(token) is None:   # a model's vocabulary may be padded
             return
         self._window.append(token)
@@ -146,7 +159,9 @@ class TextStream:
         if certain > self._shown:
             self._recent += whole[self._shown:certain]
             self._shown = certain
-        if len(self._window) >= self._limit:
+        if certain == len(whole) and self._pieces.backend is not None:
+            self._window, self._shown = [], 0
+        elif len(self._window) >= self._limit:
             self._cut(whole)
 
     def _show(self, ids: list[int]) -> None:
@@ -226,7 +241,7 @@ class TextStream:
 
     def _forget(self) -> None:
         """Move text that is neither held nor near it out of the string that grows and is searched."""
-        spare = self._held - self._past_chars - KEPT
+        spare = (self._held - self._past_chars if self._searches else len(self._recent)) - self._kept
         if spare > 0:
             self._past.append(self._recent[:spare])
             self._past_chars += spare
@@ -276,20 +291,37 @@ def _end_of_run(run: bytearray) -> tuple[int, int | None]:
     return 0, None
 
 
+class _Pieces(dict):
+    """Of a byte-level tokenizer: id -> text, None for part of a character; filled as ids are met. Of another: always None."""
+
+    def __init__(self, backend, skipped: frozenset[int]):
+        super().__init__(dict.fromkeys(skipped, ""))
+        self.backend = backend if isinstance(backend.decoder, decoders.ByteLevel) else None
+
+    def __missing__(self, token: int) -> str | None:
+        if self.backend is None:
+            return None
+        text = self.backend.decode([token], skip_special_tokens=False)      # "" where a model's vocabulary is padded
+        self[token] = piece = None if "\ufffd" in text else text
+        return piece
+
+
 @functools.lru_cache(maxsize=4)
-def _read_tokenizer(backend) -> tuple[frozenset[int], dict[int, int]]:
-    """Of a `tokenizers.Tokenizer`: its special tokens' ids; its byte tokens (id -> byte) if its decoder makes bytes of them."""
+def _read_tokenizer(backend) -> tuple[frozenset[int], dict[int, int], tuple[_Pieces, _Pieces]]:
+    """Of a `tokenizers.Tokenizer`: its special tokens' ids; its byte tokens (id -> byte) if its decoder makes bytes of them; the pieces of all
+    tokens, and with the special ones left out."""
     special = frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
     ids = {backend.token_to_id(f"<0x{byte:02X}>"): byte for byte in range(256)}
     ids.pop(None, None)
-    return special, {i: byte for i, byte in ids.items() if f"<0x{byte:02X}>" not in backend.decode([i], skip_special_tokens=False)}
+    bytes_of = {i: byte for i, byte in ids.items() if f"<0x{byte:02X}>" not in backend.decode([i], skip_special_tokens=False)}
+    return special, bytes_of, (_Pieces(backend, frozenset()), _Pieces(backend, special))
 
 
 def _demo() -> None:
     """A tokenizer of nothing but bytes, so that every character comes in pieces, and a stop string after them."""
     from types import SimpleNamespace
 
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from tokenizers import Tokenizer, models, pre_tokenizers
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
