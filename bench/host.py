@@ -140,17 +140,16 @@ class Scripted(Engine):
         self.worker, self.clock = Worker(threaded=False), clock     # a step is launched where it is submitted, as into the stream of a GPU
         self.at = np.zeros(self.rows.length.shape[0], np.int64)     # [R] tokens that a row has sampled
         self.script, self.states, self.chains = np.zeros(1, np.int64), None, None
+        self.runner.run = self._launch
         for owner, method, name in ((self, "_draft_lens", "schedule"), (self.scheduler, "next_batch", "schedule"), (self, "_plan", "plan"),
-                                    (self, "_run", "launch"), (self, "_process", "process"), (self.scheduler, "commit", "commit")):
+                                    (self.runner, "run", "launch"), (self, "_process", "process"), (self.scheduler, "commit", "commit")):
             clock.watch(owner, method, name)
 
-    def _run(self, batch: Batch, plan) -> Results:
+    def _launch(self, batch: Batch, plan) -> Results:
         """What a step takes from the host is handed over; the rest is the script's."""
         plan.packed.send()
         for req in batch.started:
-            self.sampler.set_row(req.row, req.params, req.seed, req.prompt, req.output_ids, self.end_ids)
-        if batch.samples.any():
-            self._sampling_params(batch, plan)
+            self.sampler.set_row(req.row, req.params, req.seed, req.prompt, req.output_ids)
         with self.clock.part("model"):
             return self._act(batch)
 
