@@ -44,6 +44,8 @@ from .results import PromptPiece, Results, to_host
 from .scheduler import Batch
 
 HEAD_ROWS = 256             # prompt logprobs: hidden states per call of the head, so that logits stay small
+SLACK = 32                  # columns by which a work list looks ahead
+NONE = np.empty(0, np.int64)
 BEGUN = 16                  # arrays of a plan that are for `begin` and `finish`: writes (8), late copies (5), grammars (3)
 
 
@@ -80,6 +82,23 @@ class Left:
     known: torch.Tensor                # [S] i64 tokens that they have by now
 
 
+@dataclass
+class Layout:
+    """Where the tokens of a step stand, for as long as steps are alike."""
+    sizes: tuple[int, int, int] | None
+    of: tuple[np.ndarray, ...]         # the batch's rows, q_lens, and which of them sample
+    bounds: np.ndarray                 # columns of each row up to which this holds
+    shared: list
+    rows: np.ndarray                   # [B] i64, and from here on with padding
+    q_lens: np.ndarray                 # [B] i64
+    of_token: np.ndarray               # [T] i64 row of the batch
+    offset: np.ndarray                 # [T] i64 which of its row's tokens
+    last: np.ndarray                   # [B] i64 which token is a row's last
+    picked: np.ndarray                 # [S] i64 rows that sample
+    work: attention.Plan
+    flat: list[np.ndarray]             # one array, where the device gets the plan with the step
+
+
 class Runner:
     """Runs the steps of one device. `plan` belongs to the host's thread, `run` to the worker."""
 
@@ -90,56 +109,70 @@ class Runner:
         self.model, self.kv, self.rows, self.attention, self.sampler = model, kv, rows, backend, sampler
         self.constraints, self.speculation, self.device, self.context_len, self.end_ids = constraints, speculation, device, context_len, end_ids
         self.page_size, self.rejects, self.graphs = page_size, rejects, graphs
+        self._laid: Layout | None = None
         self._sorted: tuple[tuple, tuple[tuple, sampling.Sorted, list[SortedGroup]]] | None = None
 
     # ---- on the host, while the steps before it run
 
     def plan(self, batch: Batch, constraints: Sequence[Constraint | None], begun: Sequence[tuple[int, int, int]]) -> Plan:
         """constraints: of the rows that sample. begun: (row, state, leave_at) of the requests with a grammar that start with this step."""
-        picked = np.flatnonzero(batch.samples)
-        reqs, counts = [batch.reqs[i] for i in picked], (batch.draft_lens[picked] + 1).tolist()
-        rows_n, tokens_n, samples = len(batch.rows), batch.num_tokens, (len(picked), sum(counts))
-        padded = self.graphs is not None and 0 < samples[0] and tokens_n < MAX_TOKENS and not (batch.owed_from >= 0).any()
+        picked = batch.samples.nonzero()[0]
+        reqs, counts = [batch.reqs[i] for i in picked.tolist()], (batch.draft_lens[picked] + 1).tolist()
+        samples = len(reqs), sum(counts)
+        padded = self.graphs is not None and 0 < samples[0] and batch.num_tokens < MAX_TOKENS and not (batch.owed_from >= 0).any()
         few, settled = ([], {}) if padded else self._few(reqs, constraints, counts)
-        sizes, sort, groups = self._sort(reqs, constraints, counts, settled, tokens_n if padded else 0)
-        few = [np.arange(sizes[2]), *np.empty((2, 0), np.int64)] if padded else few
-
-        total = sizes[0] if padded else tokens_n                   # T
-        spare = total - tokens_n                                   # tokens of padding, each a row of its own
-        fill = lambda part, size, value=0: np.concatenate((part, np.full(size - len(part), value, np.int64))) if size > len(part) else part
-        wide = total if padded else rows_n                         # B
-        rows, store_from, limits = fill(batch.rows, wide), fill(batch.store_from, wide), fill(batch.limits, wide, 1)
-        q_lens, bounds = (fill(fill(part, rows_n + spare, 1), wide) for part in (batch.q_lens, batch.kv_bounds))
-        ends = np.cumsum(q_lens)
-        of_token = np.repeat(np.arange(wide), q_lens)
-        offset = np.arange(total) - np.repeat(ends - q_lens, q_lens)
-        work = attention.plan(rows, q_lens, bounds, batch.shared, **self.attention.plan_options)
-        count, nodes, drafts = len(work.items), 0, []
-        work = work.padded() if padded else work
-        flat = [work.flat(count)] if padded or self.device != "cpu" else []
-        if batch.draft_lens.any():
-            made = self.speculation.plan(reqs, batch.draft_lens[picked], ends[picked] - 1, batch.limits[picked])
+        sizes, sort, groups = self._sort(reqs, constraints, counts, settled, batch.num_tokens if padded else 0)
+        few = few or [np.arange(sizes[2]), NONE, NONE]
+        layout = self._lay(batch, picked, sizes if padded else None)
+        nodes, drafts = 0, []
+        if max(counts, default=1) > 1:
+            made = self.speculation.plan(reqs, batch.draft_lens[picked], layout.last[picked], batch.limits[picked])
             nodes, drafts = made.nodes, made.packed
             if padded:
-                nodes, drafts = sampling.pow2(nodes), spec.padded(made.packed, sizes[1], sizes[2], tokens_n)
+                nodes, drafts = sampling.pow2(nodes), spec.padded(made.packed, sizes[1], sizes[2], batch.num_tokens)
         columns = int(batch.kv_bounds.max()) + 1
         recomputes, may_run_over = bool((batch.store_from > batch.starts).any()), bool((batch.kv_bounds > batch.limits).any())
         if padded:                                                 # what costs little is always done, so that frames have it in common
             recomputes = may_run_over = True
             columns = min(sampling.pow2(columns), self.rows.columns) if self.speculation is not None and self.speculation.drafters else 0
-        arrays = [rows, q_lens, store_from, limits, of_token, offset, ends - 1, fill(picked, sizes[1], rows_n), *few, *flat, *sort.arrays,
+        rows_n, work = len(layout.rows), layout.work
+        arrays = [layout.rows, layout.q_lens, _fill(batch.store_from, rows_n), _fill(batch.limits, rows_n, 1), layout.of_token, layout.offset,
+                  layout.last, layout.picked, *few, *layout.flat, *sort.arrays,
                   *(part for _, *parts in groups for part in parts if part is not None), *drafts]
-        before = [*batch.writes.arrays(), *batch.writes.late(), *np.array(begun, np.int64).reshape(-1, 3).T]
+        before = [*batch.writes.arrays(), *batch.writes.late(), *(np.array(begun, np.int64).T if begun else (NONE, NONE, NONE))]
         packed, lens = Packed([*before, *arrays], self.device), [len(part) for part in arrays]
         key = (*lens, len(work.items), len(work.shifts), work.partials, work.block_q, sort.shape, nodes, columns, self.constraints.budgets,
                *(part is None for _, _, part in groups)) if padded else ()
-        return Plan(packed, Frame(key, lens, work, bool(flat), sort, groups, nodes, columns, recomputes, may_run_over, padded), samples)
+        frame = Frame(key, lens, work, bool(layout.flat), sort, groups, nodes, columns, recomputes, may_run_over, padded)
+        return Plan(packed, frame, samples)
+
+    def _lay(self, batch: Batch, picked: np.ndarray, sizes: tuple[int, int, int] | None) -> Layout:
+        """Where the step's tokens stand. A batch that decodes differs from that of the step before in its bounds alone; attention clips its items by
+        what is there, so they get some SLACK, and the list serves for as many steps. sizes: (T, S, M), padded."""
+        kept = self._laid
+        if kept is not None and kept.sizes == sizes and kept.shared == batch.shared and np.array_equal(kept.of[0], batch.rows) \
+                and np.array_equal(kept.of[1], batch.q_lens) and np.array_equal(kept.of[2], picked) and (batch.kv_bounds <= kept.bounds).all():
+            return kept
+        rows_n, tokens_n = len(batch.rows), batch.num_tokens
+        total, total_rows, total_picked = (sizes[0], sizes[0], sizes[1]) if sizes else (tokens_n, rows_n, len(picked))
+        rows = _fill(batch.rows, total_rows)
+        bounds = batch.kv_bounds if tokens_n > rows_n + len(picked) * MAX_CHAIN else np.minimum(batch.kv_bounds + SLACK, self.rows.columns)
+        q_lens, kv_bounds = (_fill(_fill(part, rows_n + total - tokens_n, 1), total_rows) for part in (batch.q_lens, bounds))
+        ends = np.cumsum(q_lens)                                   # (padding: tokens that are each a row of its own, then empty rows)
+        of_token = np.repeat(np.arange(total_rows), q_lens)
+        offset = np.arange(total) - np.repeat(ends - q_lens, q_lens)
+        work = attention.plan(rows, q_lens, kv_bounds, batch.shared, **self.attention.plan_options)
+        count, work = len(work.items), work.padded() if sizes else work
+        flat = [work.flat(count)] if sizes or self.device != "cpu" else []
+        self._laid = Layout(sizes, (batch.rows, batch.q_lens, picked), bounds, batch.shared, rows, q_lens, of_token, offset, ends - 1,
+                            _fill(picked, total_picked, rows_n), work, flat)
+        return self._laid
 
     @staticmethod
     def _few(reqs: Sequence, constraints: Sequence[Constraint | None], counts: Sequence[int]) -> tuple[list[np.ndarray], dict[int, int]]:
         """As `sort_places`, of rows whose state is known and whose logits are for nothing else."""
         if not any(constraints):
-            return [np.arange(sum(counts)), *np.empty((2, 0), np.int64)], {}
+            return [], {}
         return sort_places([one.few(n) if one and req.in_flight == 1 and req.params.logprobs is None and req.params.min_tokens == 0 else ()
                             for one, req, n in zip(constraints, reqs, counts)], counts)
 
@@ -147,8 +180,9 @@ class Runner:
               padded: int) -> tuple[tuple[int, int, int], sampling.Sorted, list[SortedGroup]]:
         """Who samples how, under whose grammar: a batch decodes for many steps before that changes. First (T, S, M); padded: T, to be padded, and so
         are the others. Where not all rows are alike there is padding in each, for lists of some of them to be filled up with."""
-        key = (*((req, req.row) for req in reqs), *counts, *settled.items(), padded, *(one and one.grammar for one in constraints))
-        if self._sorted is not None and self._sorted[0] == key:    # a request id may come back with other parameters
+        rows, grammars = [req.row for req in reqs], [one and one.grammar for one in constraints]
+        key = (reqs, rows, counts, settled, padded, grammars)      # a request id may come back with other parameters
+        if self._sorted is not None and self._sorted[0] == key:
             return self._sorted[1]
         members, sizes = [(req.row, req.params, req.prompt_len) for req in reqs], (padded, len(reqs), sum(counts))
         sort = lambda width: self.sampler.sort(members, counts, self.end_ids, settled, width)
@@ -284,7 +318,8 @@ class Runner:
                 table[rows[:, None], cols] = sources
             else:
                 moved = taken & (sources != slots)
-                pick = (lambda part: part[moved]) if self.device == "cpu" and self.graphs is None else lambda part: torch.where(moved, part, 0).flatten()  # on a GPU: no wait
+                waits = self.device == "cpu" and self.graphs is None   # for how many there are: a GPU copies all, padding to padding
+                pick = lambda part: part[moved] if waits else torch.where(moved, part, 0).flatten()  # noqa: E731
                 self.kv.copy(pick(sources).long(), pick(slots).long())
         results.sampled = sampled
         results.judged = spec.Judged(found.order, found.counts, tree.sizes - 1, tree.depth.amax(1), guesses.forced)
@@ -320,6 +355,10 @@ class Runner:
                     found.append(PromptPiece(req, c + 1, *results))
             first_token += q_len
         return found
+
+
+def _fill(part: np.ndarray, size: int, value: int = 0) -> np.ndarray:
+    return part if len(part) >= size else np.concatenate((part, np.full(size - len(part), value, np.int64)))
 
 
 def _cut(results: Results, rows: int, places: int) -> Results:
