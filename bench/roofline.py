@@ -168,7 +168,7 @@ def prefill_flops(shape: Shape, tokens: int, rows: int = 1) -> float:
 
 
 def launches(shape: Shape, merges: bool) -> int:
-    """Kernels of a greedy decode step's model: eleven a layer with the merge (four products, attention, two norms, rope, store, silu), and the ends."""
+    """Kernels of a greedy decode step's model: a layer's four products, two norms, rope, store, attention, silu, maybe the merge; and the ends."""
     return shape.layers * (10 + merges) + 4
 
 
@@ -252,7 +252,8 @@ def _prefill(s: Shape) -> list[list]:
     rows = [["prompt", "TFLOP", *(f"{card.name}, ms" for card in CARDS), "tokens/s, H100 and H200"]]
     for tokens in (1024, 8192, 32768):
         flops = prefill_flops(s, tokens)
-        rows.append([tokens, f"{flops / 1e12:.1f}", *(f"{flops / card.flops * 1e3:,.1f}" for card in CARDS), f"{tokens * CARDS[-1].flops / flops:,.0f}"])
+        rows.append([tokens, f"{flops / 1e12:.1f}", *(f"{flops / card.flops * 1e3:,.1f}" for card in CARDS),
+                     f"{tokens * CARDS[-1].flops / flops:,.0f}"])
     return rows
 
 
@@ -261,7 +262,8 @@ def _shared(s: Shape) -> list[list]:
     for name, case in FORKS.items():
         grouped, apart = sharing(s, case)
         partials = merge(s, plan(s, *case)).bytes * 2
-        rows.append([name, f"{apart.bytes / 1e9:.3f}", f"{grouped.bytes / 1e9:.3f}", f"{partials / grouped.bytes:.0%}", f"{apart.bytes / grouped.bytes:.1f}x"])
+        rows.append([name, f"{apart.bytes / 1e9:.3f}", f"{grouped.bytes / 1e9:.3f}", f"{partials / grouped.bytes:.0%}",
+                     f"{apart.bytes / grouped.bytes:.1f}x"])
     return rows
 
 
@@ -269,8 +271,8 @@ def report(markdown: bool = False, shape: Shape = LLAMA3_8B) -> str:
     """All tables, as text."""
     from kernels_aot import table
     s = shape
-    head = (f"PREDICTED, not measured: bytes / bandwidth or FLOPs / rate, whichever is longer. {s.layers} layers of {s.hidden}, {s.heads}/{s.kv_heads} "
-            f"heads of {s.dim}, MLP {s.mlp}, vocabulary {s.vocab}, bf16.\n"
+    head = (f"PREDICTED, not measured: bytes / bandwidth or FLOPs / rate, whichever is longer. {s.layers} layers of {s.hidden}, "
+            f"{s.heads}/{s.kv_heads} heads of {s.dim}, MLP {s.mlp}, vocabulary {s.vocab}, bf16.\n"
             + "; ".join(f"{card.name} {card.bandwidth / 1e12:.3g} TB/s, {card.flops / 1e12:.0f} TFLOP/s" for card in CARDS))
     parts = [head, "Kernels", table(_kernels(s), markdown), "A decode step's floor: weights and KV read once", table(_decode(s), markdown),
              f"(a step without a graph launches {launches(s, True)} kernels of the model, and some for sampling)",

@@ -152,7 +152,8 @@ def tune(args, say=print) -> tuple[dict, dict]:
     compile_as = arch if device == "cuda" else "sm_90"
     tiles_found, blocks_found = {}, {}
     for (head_dim, group), dtype in itertools.product(args.shapes, args.dtypes):
-        bench, block_d, itemsize = Bench(attention, device, head_dim, group, dtype, args.tiny), max(tuned.pow2(head_dim), 16), 4 if dtype == "fp32" else 2
+        bench = Bench(attention, device, head_dim, group, dtype, args.tiny)
+        block_d, itemsize = max(tuned.pow2(head_dim), 16), 4 if dtype == "fp32" else 2
         best_of = {}  # workload -> {tile: seconds}
         for tile in (tile for tile in args.tiles if tile >= group):
             key = (arch, block_d, itemsize, tile)
