@@ -43,6 +43,7 @@ import torch
 
 from . import native
 from .kernels import cdiv, compile_ahead, jit, pow2, tile_max, tile_min, tile_sum, tl, triton
+from .tuned import attend_config, tiles_for
 
 ATTENTION: dict[str, type] = {}
 NO_TREE = 2**31 - 1  # base of an ordinary token beside tree tokens: no column reaches it, so its bits are never looked at
@@ -745,28 +746,6 @@ def _merge_kernel(part, part_lse, segment, seg_first, shifts, sinks, out, heads,
         tl.store(out + (token.to(tl.int64) * heads + head)[:, None] * head_dim + d[None, :], acc, inside)
 
 
-def attend_config(tile: int, block_d: int, itemsize: int, hip: bool) -> dict:
-    """Compile options of _attend_kernel: a block's columns, warps, pipeline stages that fit shared memory and spill no registers.
-
-    tile: query rows of a program; block_d: head dim, padded; itemsize: bytes of an element. Found by compiling ahead of time.
-    """
-    if itemsize == 4:  # products in full fp32 run on the plain cores
-        return dict(BLOCK_N=32 if tile * block_d <= 64 * 64 else 16, num_warps=4 if tile == 16 else 8, num_stages=2)
-    if tile == 16 or tile == 64 and block_d <= 64:
-        return dict(BLOCK_N=32 if hip and block_d > 128 else 64, num_warps=4, num_stages=2)
-    if hip and tile == 64 and block_d == 128:
-        return dict(BLOCK_N=64, num_warps=4, num_stages=2)
-    if hip or block_d > 128:
-        return dict(BLOCK_N=32, num_warps=8, num_stages=2)
-    return dict(BLOCK_N=64, num_warps=8, num_stages=3)
-
-
-def tiles_for(head_dim: int, group: int) -> tuple[int, ...]:
-    """Query rows (tokens x group) that a program of _attend_kernel may have, ascending; at least one token must fit."""
-    tiles = tuple(tile for tile in (16, 64, 128) if tile >= group and (tile < 128 or head_dim <= 64))
-    return tiles or (max(pow2(group), 16),)
-
-
 @dataclass
 class TritonContext:
     """What TritonAttention.prepare leaves for the layers of one step: the plan on the device, and room for the partials."""
@@ -834,8 +813,8 @@ def compile_all(target: str, dtype: str, head_dim: int, group: int, tiles=None, 
     """A model's attention kernels compiled ahead (kernels.compile_ahead), by name: an _attend_kernel a tile, and the merge."""
     block_d, itemsize = max(pow2(head_dim), 16), 4 if dtype == "fp32" else 2
     done = {}
-    for tile in tiles or tiles_for(head_dim, group):
-        options = attend_config(tile, block_d, itemsize, target.startswith("gfx"))
+    for tile in tiles or tiles_for(head_dim, group, target):
+        options = attend_config(tile, block_d, itemsize, target.startswith("gfx"), target)
         values = dict(GROUP=group, WINDOW=window, TREE=tree, SOFTCAP=False, SINKS=False, HEAD_DIM=head_dim, BLOCK_M=tile)
         values |= {"BLOCK_D": block_d, "BLOCK_N": options.pop("BLOCK_N"), "sinks": None} | ({} if tree else {"base": None, "bits": None})
         done[f"attend {tile}"] = compile_ahead(_attend_kernel, target, dtype, values, **options)

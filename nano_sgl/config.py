@@ -59,6 +59,8 @@ class EngineConfig:
     model: str = flag("demo", "demo, a local directory, a Hugging Face id or a .gguf file")
     dtype: str = flag("auto", "auto is the checkpoint's", ("auto", "float32", "bfloat16", "float16"))
     quantization: str | None = flag(None, "int8 keeps matrices in 8 bits, made as they are loaded; none by default", ("int8",))
+    load_format: str = flag("auto", "dummy draws random weights and needs no more than config.json and a tokenizer: to measure speed, not to read",
+                            ("auto", "dummy"))
     device: str = flag("auto", "auto is cuda where there is one, else cpu")
     context_length: int | None = flag(None, "tokens of prompt and output together; the model's by default", within=ROOM)
     max_running_requests: int | None = flag(None, "rows of a batch; 64 on CPU, 256 on GPU by default", within=TOKENS._replace(high=2**16))
@@ -107,7 +109,8 @@ class EngineConfig:
 
     def __post_init__(self):
         check(self)
-        for name in ("dtype", "quantization", "speculative_draft_length", "speculative_acceptance", "constrained_json_whitespace", "jump_forward"):
+        for name in ("dtype", "quantization", "load_format", "speculative_draft_length", "speculative_acceptance", "constrained_json_whitespace",
+                     "jump_forward"):
             value, choices = getattr(self, name), type(self).__dataclass_fields__[name].metadata["choices"]
             if value is not None and value not in choices:
                 raise ValueError(f"{name} is {value!r}, expected {'one of ' * (len(choices) > 1)}{', '.join(choices)}")

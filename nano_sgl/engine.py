@@ -123,13 +123,14 @@ class Engine:
         self._use_device()
         if on_cpu and config.threads:
             torch.set_num_threads(config.threads)
-        self.path = weights.resolve(config.model)
+        self.path = weights.resolve(config.model, config.load_format != "dummy")
         made_for = ModelConfig.from_dict(weights.load_config(self.path)).context_len
         self.context_len = config.context_length or made_for
         if self.context_len > made_for:
             raise ValueError(f"context_length is {self.context_len}, but the model was made for {made_for} positions")
         self.tokenizer = weights.load_tokenizer(self.path)
-        self.model: Model = load(self.path, config.dtype, self.device, context_len=self.context_len, quantization=config.quantization)
+        self.model: Model = load(self.path, config.dtype, self.device, context_len=self.context_len, quantization=config.quantization,
+                                 load_format=config.load_format)
         model = self.model.config
         self.vocab_size = model.vocab_size
         self.end_ids = weights.end_ids(self.path, self.tokenizer)

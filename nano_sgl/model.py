@@ -163,29 +163,35 @@ def register_architecture(*names: str) -> Callable[[type[Model]], type[Model]]:
 
 
 def load(path: str | os.PathLike, dtype: str | torch.dtype = "auto", device: str = "cpu", *, context_len: int | None = None,
-         quantization: str | None = None, progress: bool = True) -> Model:
+         quantization: str | None = None, load_format: str = "auto", progress: bool = True) -> Model:
     """Build the model of a checkpoint directory and read its weights.
 
     `dtype`: "auto" (the checkpoint's), "float32", "float16", "bfloat16". `context_len`: how many positions to be ready for, the
-    config's by default. `quantization`: "int8" stores the matrices that are multiplied in 8 bits. Raises ModelError for a config
-    that is not supported and for any tensor that is missing, left over, cut short or of another shape.
+    config's by default. `quantization`: "int8" stores the matrices that are multiplied in 8 bits. `load_format`: "dummy" reads
+    nothing but `config.json` and draws random weights. Raises ModelError for a config that is not supported and for any tensor that is
+    missing, left over, cut short or of another shape.
     """
     if quantization not in (None, "int8"):
         raise ModelError(f"quantization {quantization!r} is not supported (int8 is)")
+    if load_format not in ("auto", "dummy"):
+        raise ModelError(f"load_format {load_format!r} is not supported (auto and dummy are)")
     hf = load_config(path)
     config = ModelConfig.from_dict(hf)
-    checkpoint = Checkpoint(path)
+    checkpoint = None if load_format == "dummy" else Checkpoint(path)
     model = ARCHITECTURES[config.architecture](config, resolve_dtype(dtype, config, checkpoint), device, context_len, quantization)
-    model.read_weights(checkpoint, progress)
+    if checkpoint is None:
+        model.draw_weights()
+    else:
+        model.read_weights(checkpoint, progress)
     return model
 
 
-def resolve_dtype(dtype: str | torch.dtype, config: ModelConfig, checkpoint: Checkpoint) -> torch.dtype:
-    """The dtype asked for; for "auto" the one the config names, or else the one most weights are stored in."""
+def resolve_dtype(dtype: str | torch.dtype, config: ModelConfig, checkpoint: Checkpoint | None) -> torch.dtype:
+    """The dtype asked for; for "auto" the one the config names, or else the one most weights are stored in; float32 where none are."""
     if isinstance(dtype, torch.dtype):
         dtype = str(dtype).removeprefix("torch.")
     if dtype == "auto":
-        return DTYPE_NAMES.get(config.dtype) or checkpoint.dtype()
+        return DTYPE_NAMES.get(config.dtype) or (torch.float32 if checkpoint is None else checkpoint.dtype())
     if dtype not in DTYPE_NAMES:
         raise ModelError(f"dtype {dtype!r} is not supported: auto, {', '.join(DTYPE_NAMES)} are")
     return DTYPE_NAMES[dtype]
@@ -340,6 +346,21 @@ class Model:
                 if name in wanted:
                     checkpoint.read_into(name, wanted[name])
                     bar.update(wanted[name].nbytes)
+        self.finish_weights()
+
+    def draw_weights(self, seed: int = 0) -> None:
+        """Fill the parameters with random values, the same for a seed (on one kind of device): norms of one, no biases, and matrices wide enough
+        that activations keep their size from layer to layer. To measure speed without a checkpoint; the text means nothing."""
+        draw = torch.Generator(self.device).manual_seed(seed)
+        for name, tensor in self.parameters().items():
+            if isinstance(tensor, QuantizedWeight):
+                tensor.values.random_(-127, 128, generator=draw)
+                tensor.scales.fill_((3 / tensor.shape[1]) ** 0.5 / 127)
+            elif tensor.dim() == 2:
+                width = (3 / tensor.shape[1]) ** 0.5
+                tensor.uniform_(-width, width, generator=draw)
+            else:
+                tensor.fill_(float(name.endswith("norm.weight")))
         self.finish_weights()
 
     def finish_weights(self) -> None:

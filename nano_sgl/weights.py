@@ -80,8 +80,9 @@ class ModelError(Exception):
 # ------------------------------------------------------------------------------------------------------------------ finding
 
 
-def resolve(model: str | os.PathLike) -> Path:
-    """The local directory of a model: "demo", a directory, a GGUF file, or a Hugging Face hub id ("org/name").
+def resolve(model: str | os.PathLike, needs_weights: bool = True) -> Path:
+    """The local directory of a model: "demo", a directory, a GGUF file, or a Hugging Face hub id ("org/name"). Unless it `needs_weights`, a
+    directory or hub id may be without, and none are fetched.
 
     A directory that happens to be called demo is "./demo". May download and convert, once; the result is cached under
     `${NANO_SGL_CACHE:-~/.cache/nano_sgl}` (what comes from the hub: in the hub client's own cache).
@@ -92,7 +93,7 @@ def resolve(model: str | os.PathLike) -> Path:
         return prepare_demo()
     path = Path(name).expanduser()
     if name and path.is_dir():
-        return _check_directory(path)
+        return _check_directory(path, needs_weights)
     if path.is_file():
         if path.suffix.lower() == ".gguf":
             return prepare_gguf(path)
@@ -101,7 +102,7 @@ def resolve(model: str | os.PathLike) -> Path:
         raise ModelError(f"there is no file or directory {path}")
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
         raise ModelError(f"{name!r} is neither 'demo' nor a local directory, a GGUF file or a hub id (org/name)")
-    return _check_directory(_fetch_from_hub(name))
+    return _check_directory(_fetch_from_hub(name, needs_weights), needs_weights)
 
 
 def cache_dir() -> Path:
@@ -122,15 +123,16 @@ def prepare_gguf(file: Path) -> Path:
     return _prepare(cache_dir() / "gguf" / f"{file.stem}-{key}", lambda folder: convert_gguf(file, folder), str(file))
 
 
-def _check_directory(path: Path) -> Path:
+def _check_directory(path: Path, needs_weights: bool = True) -> Path:
     if not (path / "config.json").is_file():
         gguf = next(path.glob("*.gguf"), None)
         raise ModelError(f"{path} has no config.json" + (f"; to use {gguf.name}, name the file itself" if gguf else ""))
-    weight_files(path)
+    if needs_weights:
+        weight_files(path)
     return path
 
 
-def _fetch_from_hub(repo_id: str) -> Path:
+def _fetch_from_hub(repo_id: str, needs_weights: bool = True) -> Path:
     import huggingface_hub  # slow to import, and only needed here
 
     print(f"nano_sgl: {repo_id} is no local directory; asking the Hugging Face hub", file=sys.stderr, flush=True)
@@ -140,7 +142,8 @@ def _fetch_from_hub(repo_id: str) -> Path:
     except Exception as error:  # the client raises a dozen unrelated types: network, authentication, name
         reason = error          # an earlier download may be there all the same
     try:
-        return Path(huggingface_hub.snapshot_download(repo_id, allow_patterns=HUB_FILES, ignore_patterns=HUB_IGNORED,
+        wanted = [pattern for pattern in HUB_FILES if needs_weights or "safetensors" not in pattern]
+        return Path(huggingface_hub.snapshot_download(repo_id, allow_patterns=wanted, ignore_patterns=HUB_IGNORED,
                                                       local_files_only=reason is not None))
     except Exception as error:
         lines = str(reason or error).strip().splitlines() or [type(reason or error).__name__]

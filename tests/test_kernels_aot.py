@@ -7,76 +7,76 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch  # noqa: F401  (its absence should fail here, not in the child)
 
-SHARED_BYTES = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "gfx942": 64 * 1024}
+BENCH = Path(__file__).parent.parent / "bench"
+TARGETS = ("sm_80", "sm_90", "gfx942")
 SHAPES = {64: (1, 3, 4, 7, 8), 128: (1, 2, 4, 5, 6, 7, 8)}  # head dim: groups of the Llama, Mistral, Qwen and SmolLM2 models
 
 CHILD = r"""
-import json, re, subprocess, sys, tempfile
-from pathlib import Path
-import triton
-from nano_sgl import attention, kernels, masks
-
-def stack_bytes(compiled):
-    "Local memory a thread spills to."
-    if "amdgcn" in compiled.asm:
-        return int(re.search(r"\.private_segment_fixed_size:\s+(\d+)", compiled.asm["amdgcn"])[1])
-    tool = next(Path(triton.__file__).parent.glob("backends/nvidia/bin/cuobjdump"))
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        Path(file.name).write_bytes(compiled.asm["cubin"])
-        text = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True).stdout
-    return int(re.search(r"STACK:(\d+)", text)[1])
-
-for target, dtype, dim, group, tree, window, tiles in json.loads(sys.argv[1]):
-    if dim < 0:
-        done = masks.compile_all(target)
-    elif dim:
-        done = attention.compile_all(target, dtype, dim, group, tiles, tree, window)
-    else:
-        done = kernels.compile_all(target, dtype)
-    for name, compiled in done.items():
-        print(json.dumps([target, dtype, dim, group, name, compiled.metadata.shared, stack_bytes(compiled)]), flush=True)
+import json, sys
+import kernels_aot
+for job in json.loads(sys.argv[1]):
+    for name, compiled in kernels_aot.compiled(**job).items():
+        used = kernels_aot.usage(compiled)
+        blocks, bound = used.occupancy(kernels_aot.LIMITS[job["target"]])
+        print(json.dumps([job, name, used.shared <= kernels_aot.LIMITS[job["target"]].most, used.spill, blocks, bound]), flush=True)
 """
 
 
-def compile_in_child(jobs: list) -> None:
-    """jobs: (target, dtype, head dim or 0 for the elementwise kernels, -1 for those of masks.py, group, tree, window, tiles or None)."""
-    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, "-c", CHILD, json.dumps(jobs)], env=env, capture_output=True, text=True)
+def child(*command: str) -> subprocess.CompletedProcess:
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | {"PYTHONPATH": os.pathsep.join(
+        [str(BENCH), str(BENCH.parent), os.environ.get("PYTHONPATH", "")])}
+    return subprocess.run([sys.executable, *command], env=env, capture_output=True, text=True)
+
+
+def compile_in_child(jobs: list[dict]) -> None:
+    """jobs: keywords of bench/kernels_aot.py's `compiled`."""
+    done = child("-c", CHILD, json.dumps(jobs))
     assert done.returncode == 0, done.stderr[-3000:]
     lines = [json.loads(line) for line in done.stdout.splitlines()]
-    assert {(target, dtype, dim) for target, dtype, dim, *_ in jobs} == {(target, dtype, dim) for target, dtype, dim, *_ in lines}
-    for target, *what, shared, stack in lines:
-        assert shared <= SHARED_BYTES[target], (target, what)
-        assert stack <= 32, f"{what} spills {stack} bytes a thread on {target}"  # 0 with Triton 3.9, a register or two with 3.6
+    assert all(job in [line[0] for line in lines] for job in jobs)
+    for job, name, fits, spill, blocks, bound in lines:
+        assert fits and blocks >= 1, (job, name, bound)
+        assert spill <= 32, f"{name} of {job} spills {spill} bytes a thread"  # 0 with Triton 3.9, a register or two with 3.6
 
 
-@pytest.mark.parametrize("target", SHARED_BYTES)
+@pytest.mark.parametrize("target", TARGETS)
 def test_the_kernels_compile(target):
-    compile_in_child(
-        [
-            (target, "bf16", 0, 0, False, 0, None),
-            (target, "fp32", -1, 0, False, 0, None),
-            (target, "bf16", 64, 3, False, 0, [16, 128]),
-            (target, "bf16", 128, 4, True, 0, [64]),
-            (target, "bf16", 128, 4, True, 32, [64]),
-            (target, "fp32", 64, 3, False, 0, [16]),
-        ]
-    )
+    of = lambda part, dtype="bf16", **shape: dict(part=part, target=target, dtype=dtype, **shape)
+    compile_in_child([
+        of("kernels"), of("masks"), of("attention", head_dim=64, group=3, tiles=[16, 128]), of("attention", tree=True, tiles=[64]),
+        of("attention", tree=True, window=32, tiles=[64]), of("attention", "fp32", head_dim=64, group=3, tiles=[16])])
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
-@pytest.mark.parametrize("target", SHARED_BYTES)
+@pytest.mark.parametrize("target", TARGETS)
 def test_the_kernels_compile_for_every_shape_of_the_supported_models(target, dtype):
-    jobs = [(target, dtype, 0, 0, False, 0, None)]
-    jobs += [
-        (target, dtype, dim, group, tree, window, None)
-        for dim, groups in SHAPES.items()
-        for group in groups
-        for tree, window in ((False, 0), (True, 0), (True, 4096))
-    ]
+    jobs = [dict(part="kernels", target=target, dtype=dtype)]
+    jobs += [dict(part="attention", target=target, dtype=dtype, head_dim=dim, group=group, tree=tree, window=window)
+             for dim, groups in SHAPES.items() for group in groups for tree, window in ((False, 0), (True, 0), (True, 4096))]
     compile_in_child(jobs)
+
+
+def test_the_table_has_every_kernel_and_none_spills():
+    done = child(str(BENCH / "kernels_aot.py"), "--targets", "sm_90", "--markdown")
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    rows = {cells[1]: cells[2:-1] for cells in ([c.strip() for c in line.split("|")] for line in done.stdout.splitlines()) if len(cells) > 3}
+    names = ["attend 16", "attend 64, tree, window", "merge", "rms_norm", "rope", "store_kv", "silu_mul", "linear_int8 16 bias", "mask", "walk 64"]
+    assert rows.keys() >= set(names) and "spills: none" in done.stdout
+    assert all(int(rows[name][0]) > 0 and rows[name][2] == "0" and " of 64" in rows[name][4] for name in names)
+
+
+def test_occupancy_by_hand():
+    """Figures of the CUDA occupancy calculator; of a compute unit: 512 VGPRs a lane and SIMD, 8 waves a SIMD, 64 KiB of LDS."""
+    sys.path.insert(0, str(BENCH))
+    from kernels_aot import LIMITS, Usage
+    for target, used, fits in (("sm_80", Usage(32, 0, 0, 4), (16, "warps")), ("sm_80", Usage(168, 0, 38912, 4), (3, "registers")),
+                               ("sm_90", Usage(32, 0, 100_000, 8), (2, "shared memory")), ("sm_90", Usage(255, 0, 0, 8), (1, "registers")),
+                               ("sm_90", Usage(16, 0, 0, 1), (32, "blocks")), ("gfx942", Usage(128, 0, 0, 4), (4, "registers")),
+                               ("gfx942", Usage(64, 0, 40_000, 4), (1, "shared memory"))):
+        assert used.occupancy(LIMITS[target]) == fits

@@ -11,7 +11,7 @@ PACKAGE = Path(__file__).parent.parent / "nano_sgl"
 MODULES = sorted(p.stem for p in PACKAGE.glob("*.py"))
 LEVELS = {  # imports point down: a module may import those of lower levels that are named for it
     "protocol": set(), "eviction": set(), "waiting": set(), "radix": {"eviction", "waiting"}, "weights": set(), "native": set(), "kernels": {"native"},
-    "attention": {"native", "kernels"}, "text": {"protocol"}, "memory": {"kernels"}, "sampling": {"native", "kernels", "protocol"}, "chat": {"protocol"},
+    "tuned": {"kernels"}, "attention": {"native", "kernels", "tuned"}, "text": {"protocol"}, "memory": {"kernels"}, "sampling": {"native", "kernels", "protocol"}, "chat": {"protocol"},
     "model": {"kernels", "native", "memory", "weights"}, "policies": set(), "layout": set(),
     "scheduler": {"radix", "waiting", "policies", "layout", "memory", "protocol"}, "spec": {"native", "radix", "sampling"},
     "config": {"protocol", "radix", "eviction", "policies", "reasoning", "tools"}, "events": {"radix"},
