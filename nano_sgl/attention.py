@@ -69,7 +69,6 @@ def default_backend(device: str) -> str:
 
 # ---- the plan: host integers in, host integers out ---------------------------------------------------------------------------
 
-
 @dataclass(frozen=True)
 class Plan:
     """The work list of one step and how its partials are merged. All arrays int32."""
@@ -91,7 +90,7 @@ class Plan:
 
     def flat(self, count: int) -> np.ndarray:
         """All that a device needs of it, of whose items `count` are real, as one array [n] int32: `unpack` takes it apart."""
-        parts = [np.array([count], np.int32), self.items.ravel(), self.segment, self.seg_first, self.shifts]
+        parts = np.array([count], np.int32), self.items.ravel(), self.segment, self.seg_first, self.shifts
         return np.concatenate([part for values in parts for part in (values, np.zeros(-len(values) % 4, np.int32))])  # see `unpack`
 
     def unpack(self, flat):
@@ -102,10 +101,8 @@ class Plan:
             first += -(-size // 4) * 4
         return parts
 
-    def filled(self, flat: torch.Tensor | None) -> Plan:
-        """A plan of the same lengths with the values of `flat`, in the host's memory; None: this one."""
-        if flat is None:
-            return self
+    def filled(self, flat: torch.Tensor) -> Plan:
+        """A plan of the same lengths with the values of `flat`, in the host's memory."""
         count, items, *rest = self.unpack(flat.numpy())
         return replace(self, items=items.reshape(-1, 6)[: count[0]], **dict(zip(("segment", "seg_first", "shifts"), rest)))
 
@@ -248,7 +245,6 @@ def _merge_index(items: np.ndarray, q_first: np.ndarray, block_q: int) -> Plan:
 
 # ---- the oracle --------------------------------------------------------------------------------------------------------------
 
-
 def attention_reference(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, table: torch.Tensor, token_rows,
                         cols: torch.Tensor, scale: float, base: torch.Tensor | None = None, bits: torch.Tensor | None = None,
                         window: int = 0, softcap: float = 0.0, sinks: torch.Tensor | None = None) -> torch.Tensor:
@@ -277,7 +273,6 @@ def attention_reference(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.T
 
 # ---- the C++ backend: the CPU path -------------------------------------------------------------------------------------------
 
-
 @register_attention("cpp")
 class CppAttention:
     """kernels.cpp's attention: items straight out of the pool. As TorchAttention in what it offers."""
@@ -294,7 +289,7 @@ class CppAttention:
                 bits: torch.Tensor | None = None, flat: torch.Tensor | None = None) -> CppContext:
         """plan: of this step. table: [R, C] int32. cols, base, bits: [T] int64. Reads no value of the tensors, but keeps them: until
         the step's last layer they must not change. flat: [n] int32 on the device, the plan's arrays, where they were sent ahead."""
-        plan = plan.filled(flat)
+        plan = plan if flat is None else plan.filled(flat)
         part = torch.empty(plan.partials, self.heads, self.head_dim + 1)  # fp32; the log-sum-exps behind the outputs
         kept = [table, cols, base, bits, part, *map(np.ascontiguousarray, (plan.items, plan.segment, plan.seg_first, plan.shifts))]
         at = lambda x: None if x is None else x.ctypes.data if isinstance(x, np.ndarray) else x.data_ptr()
@@ -387,7 +382,8 @@ class TorchAttention:
         """
         base, bits = (None if x is None else x.cpu().numpy() for x in (base, bits))
         cols = cols.cpu().numpy()
-        return TorchContext(plan.filled(None if flat is None else flat.cpu()), table.cpu().numpy(), cols, base, bits, cols, table.device)
+        plan = plan if flat is None else plan.filled(flat.cpu())
+        return TorchContext(plan, table.cpu().numpy(), cols, base, bits, cols, table.device)
 
     def run(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, ctx: TorchContext, scale: float, window: int = 0,
             softcap: float = 0.0, sinks: torch.Tensor | None = None) -> torch.Tensor:

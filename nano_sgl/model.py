@@ -48,7 +48,6 @@ import ctypes
 import math
 import operator
 import os
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
