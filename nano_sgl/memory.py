@@ -35,6 +35,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -253,12 +254,12 @@ class Batch:
     shared: list[tuple[int, int, int, int]]  # rows first..last-1 share the slots of columns start..end-1
     writes: Writes
 
-    @property
+    @cached_property
     def kv_bounds(self) -> np.ndarray:
         """[B] i32 upper bounds of the columns that exist once the step has stored its KV."""
         return self.starts + self.q_lens + self.slack
 
-    @property
+    @cached_property
     def num_tokens(self) -> int:
         return int(self.q_lens.sum())
 

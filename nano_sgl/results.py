@@ -78,26 +78,29 @@ def by_row(batch: Batch, results: Results) -> Iterator[tuple[list[int], list[Log
     sampled, judged = results.sampled, results.judged
     if sampled is None:
         return iter(())
-    ids, bads, nobody = sampled.tokens.tolist(), sampled.bad.tolist(), itertools.repeat(False)
-    logprobs = None if sampled.logprobs is None else logprobs_of(ids, sampled.logprobs, sampled.top_ids, sampled.top_logprobs)
-    missed = nobody if results.walked is None or not results.walked.missed.any() else results.walked.missed.tolist()
-    paths, places = itertools.repeat([]), None  # None: one each, in order
+    tokens, bad, logprobs = sampled.tokens.numpy(), sampled.bad.numpy(), itertools.repeat(None)
+    at, lens, paths = np.arange(len(tokens)), np.ones(len(tokens), np.int64), itertools.repeat([])  # the places of each row's tokens, how many
     if judged is not None:
-        sizes = batch.draft_lens[batch.samples] + 1
-        nodes = [order[:count + 1] for order, count in zip(judged.order.tolist(), judged.counts.tolist())]
-        paths = [path[1:] for path in nodes]
-        places = [[first + node for node in path] for first, path in zip((np.cumsum(sizes) - sizes).tolist(), nodes)]
-    if places is None and (missed is not nobody or logprobs is not None or True in bads):
-        places = [[place] for place in range(len(ids))]
-    if missed is not nobody:
-        places = [[] if none else at for at, none in zip(places, missed)]
-    if True in bads:
-        good = [list(itertools.takewhile(lambda place: not bads[place], at)) for at in places]
-        places, bads = good, [len(a) < len(b) for a, b in zip(good, places)]
-    else:
-        bads = nobody
-    tokens = [[token] for token in ids] if places is None else [[ids[place] for place in at] for at in places]
-    return zip(tokens, itertools.repeat(None) if logprobs is None else ([logprobs[k] for k in at] for at in places), bads, paths)
+        order, lens, sizes = judged.order.numpy(), judged.counts.numpy() + 1, batch.draft_lens[batch.samples] + 1
+        nodes = order[np.arange(order.shape[1]) < lens[:, None]]
+        at = nodes + np.repeat(np.cumsum(sizes) - sizes, lens)
+        paths = [path[1:] for path in _split(nodes, lens)]
+    if results.walked is not None and (missed := results.walked.missed.numpy()).any():
+        at, lens = at[~np.repeat(missed, lens)], np.where(missed, 0, lens)
+    good = lens
+    if bad[at].any():
+        good = np.array([next((i for i, one in enumerate(row) if one), len(row)) for row in _split(bad[at], lens)])
+        at = np.array([place for row, count in zip(_split(at, lens), good) for place in row[:count]], np.int64)
+    if sampled.logprobs is not None:
+        known = logprobs_of(tokens.tolist(), sampled.logprobs, sampled.top_ids, sampled.top_logprobs)
+        logprobs = ([known[place] for place in row] for row in _split(at, good))
+    return zip(_split(tokens[at], good), logprobs, itertools.repeat(False) if good is lens else (good < lens).tolist(), paths)
+
+
+def _split(values: np.ndarray, lens: np.ndarray) -> list[list]:
+    """Numbers of all rows, `lens` of each, row by row."""
+    flat, ends = values.tolist(), lens.cumsum().tolist()
+    return [flat[start:end] for start, end in zip([0, *ends], ends)]
 
 
 def _demo() -> None:

@@ -625,19 +625,20 @@ class Speculation:
     def learn(self, record: Record, outcome: Outcome, tokens: Sequence[int], kept: int, first: bool) -> None:
         """A row has sampled `tokens`, all but the last of which were guessed right; a stop or a limit leaves `kept` of them. first: they are the
         first of the request, so no drafter has guessed."""
-        deepest = outcome.deepest if kept == len(tokens) else kept - 1
-        forced = min(outcome.forced, kept - 1)
-        if self.lengths is not None and forced == outcome.forced:  # or what else was guessed had no chance
+        drafted, deepest, forced, found, best, quality, grown, draft_s, verify_s = outcome
+        judged, deepest = kept > forced, deepest if kept == len(tokens) else kept - 1  # else what was guessed behind forced text had no chance
+        forced = forced if judged else kept - 1
+        if self.lengths is not None and judged:
             self.lengths.learn(record, deepest - forced, tokens[forced:kept])
-        record.grown, record.first, record.quality = outcome.grown, outcome.first, min(max(outcome.quality, 0), MAX_QUALITY)
-        record.ready = record.found = outcome.found
-        record.draft_s += outcome.draft_s
-        record.verify_s += outcome.verify_s
+        record.grown, record.first, record.quality = grown, best, min(max(quality, 0), MAX_QUALITY)
+        record.ready = record.found = found
+        record.draft_s += draft_s
+        record.verify_s += verify_s
         record.forced += forced
         self.total.forced += forced
-        if not first and forced == outcome.forced:
+        if judged and not first:
             for counted in (record, self.total):
-                counted.add(outcome.drafted - forced, deepest - forced, kept - 1 - forced)
+                counted.add(drafted - forced, deepest - forced, kept - 1 - forced)
 
     def _propose(self, req: Req, tree: Tree, in_flight: bool) -> tuple[list[int], list[int], list[float]]:
         rest = req.key()[TOKEN_BYTES * req.node.end:]

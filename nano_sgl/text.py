@@ -60,10 +60,6 @@ class TextStream:
     pushed, `text` what is certain so far, `stop_reason` the stop string, the text a pattern matched, or the stop id.
     """
 
-    __slots__ = ("_backend", "params", "_bytes", "_skipped", "_pieces", "_min", "_max", "_no_trim", "_stop_ids", "_words", "_patterns", "_searches",
-                 "_kept", "_starts", "_searched_s", "count", "stop_reason", "_window", "_limit", "_shown", "_run", "_past", "_past_chars", "_recent",
-                 "_searched", "_held", "_sent")
-
     def __init__(self, tokenizer, params: SamplingParams, end_ids: Iterable[int], max_new: int):
         """`tokenizer`: a fast one of transformers; `end_ids` end the text unless `params.ignore_eos`, `max_new` tokens always."""
         self._backend, self.params = tokenizer.backend_tokenizer, params
