@@ -97,7 +97,7 @@ class Run:
         finally:
             took = time.perf_counter() - started
             signal.signal(signal.SIGALRM, before)
-            signal.setitimer(signal.ITIMER_REAL, max(left - took, 2.0) if left else 0, 5 if left else 0)   # time to tidy up
+            signal.setitimer(signal.ITIMER_REAL, max(left - took, 10) if left else 0, 5 if left else 0)   # time to tidy up
             self.note("took", seconds=took)
             gc.collect()
             if self.device != "cpu":
@@ -443,7 +443,7 @@ def run_verify(run: Run, made, rows: int, prompt: int, steps: int) -> None:
     shape, count = shape_of(made), GUESSES["speculative_num_draft_tokens"]
     for _ in range(2):
         requests = Requests(made)
-        guessable(requests, rows, prompt, (count + 1) * (steps + 4) + ROOM)
+        guessable(requests, rows, prompt, (count + 1) * (steps + (4 if run.tiny else ROOM)))
         requests.start(rows)
         requests.step()
         made.synchronize()

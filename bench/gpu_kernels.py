@@ -38,13 +38,15 @@ TOLERANCE = {torch.float32: 2e-4, torch.float16: 1e-2, torch.bfloat16: 6e-2}    
 def checks(device: str, tiny: bool, shard: int = 0, of: int = 1) -> list[dict]:
     """What was found wrong and right: {"name", "error", "most"} each, error above most is wrong. `of` shards together do every check."""
     dtypes = [torch.float32, torch.float16] if tiny else [torch.bfloat16, torch.float16, torch.float32]
-    todo = [lambda case=case: _check_attention(device, tiny, *case) for case in _attention_cases(tiny, dtypes)]
-    todo += [lambda name=name, dtype=dtype: _check_elementwise(device, tiny, name, dtype) for name, dtype in itertools.product(ELEMENTWISE, dtypes)]
-    todo += [lambda: _check_masks(device, tiny)]
+    todo = [(_check_attention, *case) for case in _attention_cases(tiny, dtypes)]
+    todo += [(_check_elementwise, *case) for case in itertools.product(ELEMENTWISE, dtypes)] + [(_check_masks,)]
     found = []
-    for check in todo[shard::of]:
+    for check, *case in todo[shard::of]:
         started = time.perf_counter()
-        found.append(check())
+        try:
+            found.append(check(device, tiny, *case))
+        except Exception as error:  # the others are checked all the same
+            found.append(dict(name=f"{check.__name__} {case}: {type(error).__name__}: {str(error)[:300]}", error=math.inf, most=0.0))
         found[-1]["seconds"] = time.perf_counter() - started
     return found
 
@@ -168,6 +170,7 @@ def seconds(launch, device: str, inner: int = 8, replays: int = 4) -> float:
         launch()
         return time.perf_counter() - started
     side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):  # a capture wants what it calls to have run before, beside the default stream
         launch()
         launch()
@@ -176,6 +179,7 @@ def seconds(launch, device: str, inner: int = 8, replays: int = 4) -> float:
     with torch.cuda.graph(graph):
         for _ in range(inner):
             launch()
+    graph.replay()
     marks = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(replays)]
     for before, after in marks:
         before.record()
@@ -241,19 +245,19 @@ def attention_rates(run) -> None:
     for rows, columns in sizes:
         launch, work = layer.launch([1] * rows, [columns] * rows, layer.table(rows, columns))
         took, todo = seconds(launch, run.device), roofline.attend(layer.shape, work) + roofline.merge(layer.shape, work)
-        run.row(f"decode attention, {rows} x {columns}", took, todo.bytes / run.bandwidth, goal=0.85 if columns >= 32768 else None)
+        run.row(f"decode attention, {rows} x {columns}", took, todo.bytes / took / run.bandwidth,
+                f"{todo.bytes / took / 1e12:.3f} TB/s", 0.85 if columns >= 32768 else None)
     rows, columns, tokens = (2, 20, 5) if run.tiny else (64, 4096, 17)
     launch, work = layer.launch([tokens] * rows, [columns] * rows, layer.table(rows, columns), tree=True)
     took, todo = seconds(launch, run.device), roofline.attend(layer.shape, work, distinct=rows * columns)
-    run.row(f"verify attention, {rows} x {tokens} tokens at {columns}", took, todo.seconds(run.bandwidth, run.flops))
+    run.row(f"verify attention, {rows} x {tokens} tokens at {columns}", took, todo.seconds(run.bandwidth, run.flops) / took)
     for length in prompts:
         launch, work = layer.launch([length], [length], layer.table(1, length))
         took, todo = seconds(launch, run.device, inner=2), roofline.attend(layer.shape, work, distinct=length)
-        run.row(f"prefill attention, {length}", took, todo.flops / run.flops, goal=0.6 if length >= 8192 else None)
-        q, k, v = (torch.randn(1, heads, length, layer.shape.dim, device=run.device).to(layer.dtype)
-                   for heads in (layer.shape.heads, layer.shape.kv_heads, layer.shape.kv_heads))
-        peer = seconds(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True), run.device, inner=2)
-        run.row(f"  torch's over dense tensors, {length}", peer, todo.flops / run.flops)
+        run.row(f"prefill attention, {length}", took, todo.flops / took / run.flops, goal=0.6 if length >= 8192 else None)
+        q, k, v = (torch.randn(1, layer.shape.heads, length, layer.shape.dim, device=run.device).to(layer.dtype) for _ in range(3))
+        peer = seconds(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True), run.device, inner=2)  # with KV for each query head
+        run.row(f"prefill attention, {length}: torch's over dense tensors", peer, todo.flops / peer / run.flops)
 
 
 def forks(run) -> None:
@@ -272,6 +276,6 @@ def forks(run) -> None:
         if not error < TOLERANCE[layer.dtype]:
             run.wrong(f"{name}: grouped and apart differ by {error:.2g}")
         predicted = read[1] / read[0]
-        run.row(f"{name}: apart", took[1], read[1] / run.bandwidth)
-        run.row(f"{name}: grouped, {predicted:.1f}x fewer bytes, {took[1] / took[0]:.1f}x faster", took[0], read[0] / run.bandwidth)
+        run.row(f"{name}: apart", took[1], read[1] / took[1] / run.bandwidth)
+        run.row(f"{name}: grouped, {predicted:.1f}x fewer bytes, {took[1] / took[0]:.1f}x faster", took[0], read[0] / took[0] / run.bandwidth)
         run.note(name, predicted=predicted, measured=took[1] / took[0], bytes_grouped=read[0], bytes_apart=read[1])

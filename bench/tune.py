@@ -7,7 +7,7 @@ For each head dim / group and dtype, and each size of a query tile:
 1. compile     every way to cut it (columns, warps, stages), in several processes, plain and with trees and windows, for all of `--groups`: ways that
                spill registers or do not fit shared memory are out
 2. verify      what is left against attention in torch, over random ragged batches with nested prefixes and draft trees: what differs is out
-3. time        what is left, with CUDA events, the best of some launches, over four workloads:
+3. time        what is left, with CUDA events, the best of some replays of a graph of launches, over four workloads:
 
                  decode   64 rows at 4,096 columns       long     one row at 32,768
                  verify   32 rows of 17 tokens at 4,096  prefill  4,096 tokens
@@ -126,21 +126,10 @@ class Bench:
         context = self.backend.prepare(work, table, cols)
         return lambda: self.backend.run(q, *self.pools, context, self.dim**-0.5)
 
-    def seconds(self, launch, times: int = 8) -> float:
-        """Of a launch, the best of some; the first, which may compile, is not counted."""
-        launch()
-        if self.device == "cpu":
-            started = time.perf_counter()
-            launch()
-            return time.perf_counter() - started
-        event = lambda: self.torch.cuda.Event(enable_timing=True)
-        marks = [(event(), event()) for _ in range(times)]
-        for before, after in marks:
-            before.record()
-            launch()
-            after.record()
-        self.torch.cuda.synchronize()
-        return min(before.elapsed_time(after) for before, after in marks) / 1e3
+    def seconds(self, workload: str, tile: int) -> float:
+        """Of a launch."""
+        from gpu_kernels import seconds
+        return seconds(self.ready(workload, tile), self.device, inner=4)
 
 
 def tune(args, say=print) -> tuple[dict, dict]:
@@ -174,7 +163,7 @@ def tune(args, say=print) -> tuple[dict, dict]:
                     if not error < TOLERANCE[dtype]:
                         say(f"    {way} is WRONG: differs from torch by {error:.2g}")
                         continue
-                    timed[way] = {name: bench.seconds(bench.ready(name, tile)) for name in bench.workloads}
+                    timed[way] = {name: bench.seconds(name, tile) for name in bench.workloads}
                 except Exception as fault:
                     say(f"    {way} failed: {type(fault).__name__}: {str(fault)[:200]}")
             del tuned.BLOCKS[here, block_d, itemsize, tile]
@@ -236,6 +225,10 @@ def main(argv: list[str] | None = None) -> int:
     import torch
     if not torch.cuda.is_available() and not args.tiny:
         parser.error("there is no GPU here to tune for; --tiny shows what would be done")
+    from kernels_aot import LIMITS
+    from nano_sgl.tuned import current_arch
+    if not args.tiny and current_arch() not in LIMITS:
+        parser.error(f"{current_arch()} is none of the GPUs that kernels are compiled ahead for: {', '.join(LIMITS)}")
     args.groups = args.groups or sorted({group for _, group in args.shapes})
     tiles, blocks = tune(args)
     print()

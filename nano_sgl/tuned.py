@@ -59,12 +59,18 @@ def _default(tile: int, block_d: int, itemsize: int, hip: bool) -> tuple[int, in
     """For a GPU that nobody has tuned for."""
     if itemsize == 4:  # products in full fp32 run on the plain cores
         return 32 if tile * block_d <= 64 * 64 else 16, 4 if tile == 16 else 8, 2
-    if tile == 16 or tile == 64 and block_d <= 64:  # on CUDA three stages: the first is the look-up of slots, which the loads wait for
-        return 32 if hip and block_d > 128 else 64, 4, 2 if hip else 3
+    if hip and (tile == 16 or tile == 64 and block_d <= 64):
+        return 32 if block_d > 128 else 64, 4, 2
+    # On CUDA one more stage than a copy needs: the first is the look-up of slots, which the copies wait for. Decode waits for memory: of five stages
+    # two blocks of keys are under way while one is worked on
+    if tile == 16:
+        return 32, 4, 5
+    if tile == 64 and block_d <= 64:
+        return 64, 4, 3
     if hip and tile == 64 and block_d == 128:
         return 64, 4, 2
     if hip or block_d > 128:
-        return 32, 8, 2
+        return 32, 8, 2 if hip else 3
     return 64, 8, 3
 
 

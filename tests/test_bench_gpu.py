@@ -61,6 +61,21 @@ def test_what_is_wrong_is_an_error(tmp_path, monkeypatch):
     assert len(made.failures) == 2 and "bad: differs by 0.3" in made.failures[0] and made.rows[0]["what"].startswith("1 of 3")
 
 
+def test_shares_of_the_ceilings(tmp_path, monkeypatch):
+    """A launch that takes the seconds its bytes or FLOPs would take at half of a ceiling's rate has a share of one half."""
+    import gpu_kernels
+    made, asked = gpu.Run("cpu", True, tmp_path), []
+    made.bandwidth, made.flops = 1e9, 1e6
+    monkeypatch.setattr(gpu_kernels, "seconds", lambda launch, device, inner=0: asked.append(launch) or 0.5)
+    gpu_kernels.attention_rates(made)
+    decode, verify, prefill, peer = made.rows
+    shape = roofline.Shape(heads=4, kv_heads=2, dim=16)
+    work = roofline.attend(shape, roofline.plan(shape, [1, 1], [40, 40], processors=2))
+    assert decode["share"] == pytest.approx(work.bytes / 0.5 / 1e9) and "TB/s" in decode["rate"] and len(asked) == 4
+    pairs = 4 * 4 * 16 * (20 * 21 // 2)
+    assert prefill["share"] == peer["share"] == pytest.approx(pairs / 0.5 / 1e6) and 0 < verify["share"] < 1
+
+
 @pytest.mark.parametrize("flags, code, words", [(["--parts", "aq", "--tiny"], 2, "--parts takes letters"),
                                                 (["--tiny", "--parts", "a", "--seconds", "0"], 1, "left out: 0 s are over")])
 def test_flags(flags, code, words):

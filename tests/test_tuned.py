@@ -70,7 +70,7 @@ def test_tuning_from_end_to_end(tmp_path):
     done = subprocess.run([sys.executable, BENCH / "tune.py", *command.split(), into], capture_output=True, text=True,
                           env=os.environ | {"PYTHONPATH": str(BENCH.parent)})
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
-    assert "2 ways; the default is (64, 4," in done.stdout and "(default)" in done.stdout and "WRONG" not in done.stdout
+    assert "2 ways; the default is (32, 4," in done.stdout and "(default)" in done.stdout and "WRONG" not in done.stdout
     assert "('cpu', 16, 3): (16,)," in into.read_text() and "('cpu', 16, 2, 16): (" in into.read_text()
 
 
