@@ -68,6 +68,7 @@ def said(template, counted: bool, marks) -> tuple[set, set]:
 def test_a_template_is_what_reading_byte_by_byte_says(name, walks, many, monkeypatch):
     """From the root, from the exits of that, and from positions below each other, some of them twice, with and without marks."""
     monkeypatch.setattr(automaton, "MANY", many)
+    monkeypatch.setattr(automaton, "SPREAD", many)
     counted = name == "characters"
     for seed in range(4):
         draw = random.Random(seed)
