@@ -87,12 +87,12 @@ class Walk(ctypes.Structure):
     """A walk of a vocabulary's tree, for automaton.py; see cpu/trie.h."""
 
     _fields_ = [*((name, _P) for name in ("parent", "child0", "kids", "first", "end", "own", "order", "node_of", "by_byte", "byte_starts", "byte",
-                                          "inner", "spots", "pre", "above", "begun", "letters", "whole", "partial", "delta", "accepts", "expanded",
-                                          "starts", "marks", "members", "items", "head", "sources", "loops", "met", "path", "exits", "ranks",
-                                          "counts", "classes", "columns", "sizes", "keys")),
-                *((name, _I) for name in ("nodes", "num_tokens", "num_text", "num_partial", "room", "num_starts", "phase", "at", "step", "size",
-                                          "num_records", "num_met", "repeated", "dropped", "num_unknown", "num_found", "num_classes", "num_exits",
-                                          "most")),
+                                          "inner", "spots", "pre", "above", "begun", "letters", "whole", "partial", "mute", "delta", "accepts",
+                                          "expanded", "starts", "marks", "members", "items", "head", "sources", "loops", "met", "path", "exits",
+                                          "ranks", "counts", "classes", "columns", "sizes", "keys")),
+                *((name, _I) for name in ("nodes", "num_tokens", "num_text", "num_partial", "num_mute", "room", "num_starts", "phase", "at", "step",
+                                          "size", "num_records", "num_met", "repeated", "dropped", "num_unknown", "num_found", "num_classes",
+                                          "num_exits", "most")),
                 ("many", ctypes.c_double), *((name, _C) for name in ("ascending", "state", "loop"))]
 
 
@@ -264,8 +264,8 @@ class TrieWalker:
             self._give(name, getattr(self, f"_{name}"))
         for name, array in (("pre", pre), ("above", np.empty(nodes, np.int32)), ("spots", np.empty((nodes + 1, 3), np.uint64)),
                             ("begun", np.empty(nodes, np.uint16)), ("letters", np.empty(text, np.uint16)), ("whole", np.zeros(words, np.uint64)),
-                            ("partial", np.empty((text, 2), np.int32)), ("loops", np.zeros((1 << 16, 2), np.uint64)),
-                            ("met", np.empty(1 << 16, np.int32)), ("path", np.empty((4096, 2), np.int32))):
+                            ("partial", np.empty((text, 2), np.int32)), ("mute", np.empty(size, np.int32)), ("met", np.empty(1 << 16, np.int32)),
+                            ("loops", np.zeros((1 << 16, 2), np.uint64)), ("path", np.empty((4096, 2), np.int32))):
             self._give(name, array)
         self._walk.nodes, self._walk.num_tokens, self._walk.num_text = nodes, size, text
         self._library.nano_trie_prepare(self._walk)
@@ -288,10 +288,12 @@ class TrieWalker:
 
     def _make_room(self, room: int) -> None:
         self._columns, self._keys = np.empty((6, room), np.int32), np.empty(room, np.int64)     # used again and again
+        self._columns[0], items = 0, np.empty((room, 5), np.int32)
+        items[: room // 8] = 0                      # as `_map`: what is used most is touched
         starts = np.empty(room, np.int32)           # a copy: the address of an array takes longer to find
         starts[: self._walk.num_starts] = self._starts[: self._walk.num_starts]
         self._starts = starts
-        for name, array in (("items", np.empty((room, 5), np.int32)), ("columns", self._columns), ("keys", self._keys), ("starts", self._starts)):
+        for name, array in (("items", items), ("columns", self._columns), ("keys", self._keys), ("starts", self._starts)):
             self._give(name, array)
         self._head[:], self._walk.room, self._walk.size, self._walk.phase = -1, room, 0, self.BEGIN
 

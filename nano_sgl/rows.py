@@ -33,6 +33,7 @@ from .tables import INDEX, Row
 from .vocab import Vocab
 
 SOLE, INSTEAD = -2, 1 << 20     # as in cpu/row.h
+BROAD = 16                      # bytes on which a state moves on
 
 
 class RowBuilder(waves.WaveBuilder):
@@ -71,11 +72,20 @@ class RowBuilder(waves.WaveBuilder):
         for (q, stack, loop, count), x in begin:
             counted, place = loop > 0, places.of(stack, loop, count)
             inside = automaton.wide.get((q, counted))
+            if inside is None and (counted or automaton.beside(q) == DEAD):
+                inside = self._is_wide(q, counted)
             if inside or inside is None and not counted and automaton.beside(q) != DEAD:
                 wide.setdefault((0, q, counted), []).append((place, x))
             else:
                 seeds.append((q, place, x, inside is not None, SOLE))
         return seeds, [], wide
+
+    def _is_wide(self, q: int, counted: bool) -> bool | None:
+        """Of a state that moves on many bytes: its template is made faster than it is followed. None: of others nobody asks yet."""
+        self.automaton.expand(q)
+        if self.automaton.alive[q].bit_count() >= BROAD:
+            self.automaton.wide[q, counted] = self.automaton.template(q, self.automaton.root, counted).size > waves.DENSE
+        return self.automaton.wide.get((q, counted))
 
     def _learn(self, q: int, place: int, x: int, is_long: bool, beside: int) -> None:
         """Following it from the root was too much."""

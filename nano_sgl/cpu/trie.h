@@ -31,7 +31,7 @@ struct Walk {
     int32_t *pre, *above;                       // by node: its number in preorder; by `by_byte`: the parent's
     uint16_t *begun, *letters;                  // characters begun: in preorder; by the order of tokens
     uint64_t* whole;                            // a set, as bits in preorder: the inner nodes that end with a character
-    int32_t* partial;                           // the tokens that do not, (place in the order of tokens, node)
+    int32_t *partial, *mute;                    // the tokens that do not, (place in the order of tokens, node); those that are no text
     const int32_t* delta;                       // the automaton: state -> byte -> state, -1: none, UNKNOWN where the state is not expanded
     const uint8_t *accepts, *expanded;          // by state; state 0 is the one that nothing follows
     const int32_t *starts, *marks;
@@ -45,7 +45,7 @@ struct Walk {
     int16_t *counts, *classes;                  // characters begun there, one after the other; by token, 0: none
     int32_t *columns, *sizes;                   // a list: 6 of `room`: tokens, classes, sources; exits: nodes, sources, counts. SPREAD: of each class
     int64_t* keys;                              // by class: the state, or 4096 times that and the count
-    int64_t nodes, num_tokens, num_text, num_partial, room, num_starts;     // num_text: tokens that are text
+    int64_t nodes, num_tokens, num_text, num_partial, num_mute, room, num_starts;   // num_text: tokens that are text
     int64_t phase, at, step, size, num_records, num_met, repeated, dropped; // repeated: a node has several items; dropped: one was left out
     int64_t num_unknown, num_found, num_classes, num_exits, most;  // unknown: states to expand, in `columns`; most: the highest count of an exit
     double many;
@@ -68,7 +68,7 @@ inline int32_t rank_of(const uint64_t* set, const int32_t* ranks, int32_t i) {
 
 // A group is a bit. Of ASCII: what classes of characters seldom tell apart. Of other characters: a block of them, by their first two bytes. At last
 // what is no UTF-8.
-constexpr uint16_t BLOCKS[] = {0xC280, 0xC380, 0xC480, 0xCAB0, 0xCE80, 0xD080, 0xD280, 0xD880, 0xE080, 0xE180, 0xE280, 0xE380, 0xE480, 0xE4B8, 0xE9BF,
+constexpr uint16_t BLOCKS[] = {0xC280, 0xC380, 0xC480, 0xCAB0, 0xCE80, 0xD080, 0xD280, 0xD880, 0xE080, 0xE180, 0xE280, 0xE380, 0xE480, 0xE4B8, 0xE9BE,
                                0xEA80, 0xEAB0, 0xED9E, 0xEE80, 0xF080, 0xF490};    // Latin, Greek, Cyrillic, ...: Han and Hangul have their own
 constexpr int FIRST_BLOCK = 42;
 constexpr uint64_t ALL = ~(uint64_t)0, ASCII = ((uint64_t)1 << FIRST_BLOCK) - 1, NO_TEXT = (uint64_t)1 << 63;
@@ -138,6 +138,8 @@ void prepare(Walk& w) {
         for (int32_t k = w.first[i]; text[i] && text[i] != NONE && k < w.first[i] + w.own[i]; k++)
             w.partial[2 * w.num_partial] = k, w.partial[2 * w.num_partial++ + 1] = i;
     }
+    for (int32_t t = w.num_mute = 0; t < w.num_tokens; t++)
+        if (w.node_of[t] == w.nodes) w.mute[w.num_mute++] = t;
     for (int32_t k = 0; k < w.nodes; k++) w.above[k] = w.pre[w.parent[w.by_byte[k]]];
 }
 
@@ -359,32 +361,44 @@ int list(Walk& w) {
     return DONE;
 }
 
-// The class of each token of the records: put(record, places in the order of tokens from .. to, class), where a later one counts.
+// By a number of characters, the class of the tokens that have begun so many in the state that counts.
+struct ByCount {
+    const Walk& w;
+    Numbers<int64_t>& number;
+    std::vector<int32_t> known;
+
+    int32_t operator()(int32_t count) {
+        if (count >= (int32_t)known.size()) known.resize(count + 64, -1);
+        if (known[count] < 0) known[count] = number(key_of(w, w.loop, count));
+        return known[count];
+    }
+};
+
+constexpr int32_t COUNTED = -1;
+
+// The tokens of the records, in their order: put(record, first, end, class). COUNTED: the class of each is up to its `letters`.
 template <class Put>
 void put_classes(const Walk& w, Numbers<int64_t>& number, Put put) {
     const Item *record = w.items + 2 * w.size, *last = record + w.num_records;
-    std::vector<int32_t> of_count;                              // of the state that counts
     for (int64_t partial = 0; record < last; record++) {
         const Item& r = *record;
-        const int32_t first = w.spots[r.node].first, end = w.spots[r.next].first;
+        const int32_t end = w.spots[r.next].first;
         const bool is_range = r.next > r.node + 1, counts = is_range && r.state == w.loop;
-        if (first < end && !counts) put(r, first, end, number(key_of(w, r.state, r.count)));
-        for (int32_t at = first, count; counts && at < end; at++) {
-            count = r.count + w.letters[at] - w.begun[r.node];
-            if (count >= (int32_t)of_count.size()) of_count.resize(count + 64, -1);
-            if (of_count[count] < 0) of_count[count] = number(key_of(w, r.state, count));
-            put(r, at, at + 1, of_count[count]);
-        }
-        if (!is_range) continue;
-        while (partial < w.num_partial && w.partial[2 * partial] < first) partial++;
-        for (; partial < w.num_partial && w.partial[2 * partial] < end; partial++) {    // it ends in a character, which has begun in the state
+        int32_t first = w.spots[r.node].first;
+        if (first == end) continue;
+        while (is_range && partial < w.num_partial && w.partial[2 * partial] < first) partial++;
+        const int32_t which = counts ? COUNTED : number(key_of(w, r.state, r.count));
+        for (; is_range && partial < w.num_partial && w.partial[2 * partial] < end; partial++) {    // it ends in a character, begun in the state
             const int32_t at = w.partial[2 * partial], node = w.partial[2 * partial + 1];
             uint8_t text[3];
             int32_t n = 0, state = r.state;
             for (int32_t up = node; n < 3 && (!n || text[n - 1] < 0xC0); up = w.parent[up]) text[n++] = w.byte[up];
             while (n) state = w.delta[256 * (int64_t)state + text[--n]];
+            if (first < at) put(r, first, at, which);
             put(r, at, at + 1, number(key_of(w, state, counts ? r.count + w.letters[at] - w.begun[r.node] : r.count)));
+            first = at + 1;
         }
+        if (first < end) put(r, first, end, which);
     }
 }
 
@@ -393,11 +407,14 @@ int list_records(Walk& w) {
     int32_t *tokens = w.columns, *classes = tokens + w.room, *sources = classes + w.room;
     int32_t *nodes = sources + w.room, *origins = nodes + w.room, *counts = origins + w.room;
     Numbers<int64_t> number(w.keys);
-    const Item *records = w.items + 2 * w.size, *current = nullptr;
+    ByCount by_count{w, number, {}};
+    const Item* records = w.items + 2 * w.size;
     int64_t n = 0, ends = 0;
-    put_classes(w, number, [&](const Item& r, int32_t at, int32_t end, int64_t which) {
-        if (current != &r) current = &r, n = w.num_found, w.num_found += w.spots[r.next].first - w.spots[r.node].first;
-        for (int64_t i = n + at - w.spots[r.node].first; at < end; at++, i++) tokens[i] = w.order[at], classes[i] = which, sources[i] = r.source;
+    put_classes(w, number, [&](const Item& r, int32_t at, int32_t end, int32_t which) {
+        for (; at < end; at++) {
+            tokens[n] = w.order[at], sources[n] = r.source;
+            classes[n++] = which == COUNTED ? by_count(r.count + w.letters[at] - w.begun[r.node]) : which;
+        }
     });
     for (const Item* r = records; r < records + w.num_records; r++) {
         const bool is_range = r->next > r->node + 1;
@@ -407,28 +424,56 @@ int list_records(Walk& w) {
             counts[ends++] = r->count + (r->state == w.loop ? w.begun[i] - w.begun[r->node] : 0);
         }
     }
-    w.num_classes = number.size, w.num_exits = ends;
+    w.num_found = n, w.num_classes = number.size, w.num_exits = ends;
+    return DONE;
+}
+
+// The class of each token, from the records. A class that most tokens have is written everywhere, and then what others have.
+int spread_tokens(Walk& w) {
+    struct Run { int32_t first, end, which, more; };            // more: what the count is more than `letters`
+    Run* runs = (Run*)w.columns;
+    Numbers<int64_t> number(w.keys);
+    ByCount by_count{w, number, {}};
+    std::vector<int32_t> sizes(64);
+    int64_t n = 0;
+    put_classes(w, number, [&](const Item& r, int32_t at, int32_t end, int32_t which) {
+        runs[n++] = {at, end, which, r.count - w.begun[r.node]};
+        if (number.size > (int64_t)sizes.size()) sizes.resize(2 * number.size);
+        if (which != COUNTED) sizes[which] += end - at;
+    });
+    const int64_t best = std::max_element(sizes.begin(), sizes.end()) - sizes.begin();
+    const bool most = 2 * sizes[best] > w.num_tokens;
+    int32_t done = 0;
+    std::fill_n(w.classes, w.num_tokens, most ? best + 1 : 0);
+    for (int64_t i = 0; most && i < w.num_mute; i++) w.classes[w.mute[i]] = 0;
+    runs[n] = {(int32_t)w.num_text, (int32_t)w.num_text, (int32_t)best, 0};
+    for (const Run* run = runs; run <= runs + n; run++) {
+        for (int32_t at = done; most && at < run->first; at++) w.classes[w.order[at]] = 0;
+        done = run->end;
+        if (run->which == COUNTED) {
+            for (int32_t at = run->first; at < run->end; at++) {
+                const int32_t which = by_count(w.letters[at] + run->more);
+                if (which >= (int32_t)sizes.size()) sizes.resize(2 * which);
+                w.classes[w.order[at]] = which + 1, sizes[which]++;
+            }
+        } else if (!most || run->which != best) {
+            for (int32_t at = run->first; at < run->end; at++) w.classes[w.order[at]] = run->which + 1;
+        }
+    }
+    if (number.size + 1 >= 1 << 15) return TOO_MANY;
+    w.num_classes = number.size, w.num_found = 0;
+    for (int64_t i = 0; i < w.num_classes; i++) w.num_found += w.sizes[i + 1] = sizes[i];
+    w.sizes[0] = w.num_tokens - w.num_found;
     return DONE;
 }
 
 // The records by token and by node.
 int spread(Walk& w) {
-    Numbers<int64_t> number(w.keys);
     const Item* records = w.items + 2 * w.size;
     const int64_t words = w.nodes / 64 + 1;
-    bool fits = true;
-    std::memset(w.classes, 0, 2 * w.num_tokens);
+    if (spread_tokens(w) == TOO_MANY) return TOO_MANY;
     std::memset(w.exits, 0, 8 * words);
-    w.num_classes = w.num_exits = w.most = 0;
-    put_classes(w, number, [&](const Item& r, int32_t at, int32_t end, int64_t which) {
-        fits &= which + 1 < 1 << 15;
-        if (!fits) return;
-        while (w.num_classes < number.size) w.sizes[++w.num_classes] = 0;
-        if (end == at + 1 && w.classes[w.order[at]]) w.sizes[w.classes[w.order[at]]]--;
-        w.sizes[which + 1] += end - at;
-        for (; at < end; at++) w.classes[w.order[at]] = which + 1;
-    });
-    if (!fits) return TOO_MANY;
+    w.num_exits = w.most = 0;
     for (const Item* r = records; r < records + w.num_records; r++) {
         for (int32_t i = r->node; w.num_starts > 1 && i < r->next; i++) w.sources[w.spots[i].node] = r->source;
         if (!w.accepts[r->state]) continue;
@@ -452,24 +497,7 @@ int spread(Walk& w) {
         }
     }
     for (int64_t k = 0, before = 0; w.loop >= 0 && k < words; k++) w.ranks[k] = before, before += __builtin_popcountll(w.exits[k]);
-    w.num_found = 0;
-    for (int64_t i = 1; i <= w.num_classes; i++) w.num_found += w.sizes[i];
-    w.sizes[0] = w.num_tokens - w.num_found;
     return DONE;
-}
-
-// Numbers for the keys that are not 0 in `used`, from 1 on, in its place
-int64_t number_used(std::vector<int32_t>& used) {
-    int64_t n = 0;
-    for (int32_t& key : used) key = key ? ++n : 0;
-    return n;
-}
-
-// How many there are of each class
-void count_sizes(const int16_t* classes, int64_t num_tokens, int64_t num_classes, int32_t* out) {
-    std::vector<int32_t> sizes(4 * num_classes);                // four of each, or a token would wait for the one before
-    for (int64_t t = 0; t < num_tokens; t++) sizes[4 * classes[t] + t % 4]++;
-    for (int64_t i = 0; i < num_classes; i++) out[i] = sizes[4 * i] + sizes[4 * i + 1] + sizes[4 * i + 2] + sizes[4 * i + 3];
 }
 
 // Goes on with a walk, as far as it can.
@@ -487,22 +515,26 @@ int walk(Walk& w) {
     int64_t found = 0;
     for (const Item *r = w.items + 2 * w.size, *end = r + w.num_records; r < end; r++) found += w.spots[r->next].first - w.spots[r->node].first;
     if (found > w.many * w.num_tokens) w.phase = SPREAD;
-    w.num_found = 0;
     return w.phase == SPREAD ? spread(w) : list_records(w);
 }
 
-// Two maps as one: its classes are the pairs of theirs that occur, by (a, b), the first that of 0 and 0. Returns how many there are, -1: too many.
+// Two maps as one: its classes are the pairs of theirs that occur, the first that of 0 and 0. Returns how many there are, -1: too many.
 int64_t join(const int16_t* a, const int16_t* b, int64_t size, int64_t classes_a, int64_t classes_b, int16_t* out, int32_t* sizes, int64_t* keys) {
     if (classes_a * classes_b > 1 << 24) return -1;
-    std::vector<int32_t> of_key(classes_a * classes_b);
-    of_key[0] = 1;
-    for (int64_t t = 0; t < size; t++) of_key[a[t] * classes_b + b[t]] = 1;
-    const int64_t n = number_used(of_key);
-    if (n > 1 << 15) return -1;
-    for (size_t key = 0; key < of_key.size(); key++)
-        if (of_key[key]) keys[of_key[key] - 1] = key;
-    for (int64_t t = 0; t < size; t++) out[t] = of_key[a[t] * classes_b + b[t]] - 1;
-    count_sizes(out, size, n, sizes);
+    std::vector<int32_t> of_key(classes_a * classes_b, -1);
+    std::vector<int32_t> found(4);                              // four sizes of each, or a token would wait for the one before
+    int64_t n = 1;
+    of_key[0] = keys[0] = 0;
+    for (int64_t t = 0; t < size; t++) {
+        const int64_t key = a[t] * classes_b + b[t];
+        int32_t which = of_key[key];
+        if (which < 0) {
+            if (n == 1 << 15) return -1;
+            which = of_key[key] = n, keys[n++] = key, found.resize(4 * n);
+        }
+        out[t] = which, found[4 * which + t % 4]++;
+    }
+    for (int64_t i = 0; i < n; i++) sizes[i] = found[4 * i] + found[4 * i + 1] + found[4 * i + 2] + found[4 * i + 3];
     return n;
 }
 
