@@ -15,9 +15,9 @@ namespace {
 
 struct Item { int32_t node, state, source, count, next; };  // a position that was reached; next: of the same node, -1
 
-// A node, by its number in preorder: next: the first behind those below it; first: its first token, in their order; below: `groups` of the texts
-// below it.
-struct Spot { uint64_t below; int32_t node, next, first; uint16_t depth; uint8_t byte; };
+// A node, by its number in preorder. next: the first behind those below it; first: its first token, in their order; inside: so many bytes of a
+// character that it ends in the middle of; below: the groups of the characters below it, that one included.
+struct Spot { uint64_t below; int32_t node, next, first; uint16_t depth; uint8_t byte, inside; };
 static_assert(sizeof(Spot) == 24, "native.py makes room for them");
 
 // One walk; native.py's struct. It begins at the positions `starts`, or at those of the set `members`, in `state`. It is called again and again, each
@@ -98,7 +98,7 @@ void prepare(Walk& w) {
     constexpr uint32_t NONE = ~0u;
     std::vector<int32_t> size(w.nodes, 1);
     std::vector<uint32_t> text(w.nodes);        // the bytes of the character that a node ends in the middle of; 0: in none, NONE: no UTF-8
-    std::vector<uint64_t> last(w.nodes), below(w.nodes);
+    std::vector<uint64_t> last(w.nodes), below(w.nodes);        // groups: of the character in which a node ends, if it is known
     std::vector<uint16_t> begun(w.nodes);
     for (int32_t i = 1; i < w.nodes; i++) {
         const int32_t up = w.parent[i], byte = w.byte[i];
@@ -126,12 +126,14 @@ void prepare(Walk& w) {
     for (int32_t i = 0; i < w.nodes; i++) {
         const int32_t at = w.pre[i];
         const bool is_inner = w.kids[i];
-        w.spots[at] = {is_inner && text[i] ? NO_TEXT : below[i], i, at + size[i], w.first[i], 0, w.byte[i]};
+        const uint8_t inside = !text[i] || text[i] == NONE ? 0 : text[i] < 1 << 8 ? 1 : text[i] < 1 << 16 ? 2 : 3;
+        if (inside == 3) last[i] = last[w.parent[i]];           // it is known since the second byte
+        w.spots[at] = {text[i] ? below[i] | last[i] : below[i], i, at + size[i], w.first[i], 0, w.byte[i], inside};
         w.begun[at] = begun[i];
         w.whole[at >> 6] |= (uint64_t)(is_inner && !text[i]) << (at & 63);
         for (int32_t k = w.first[i]; k < w.first[i] + w.own[i]; k++) w.letters[k] = begun[i];
     }
-    w.spots[w.nodes] = {0, 0, (int32_t)w.nodes, (int32_t)w.num_text, 0, 0};
+    w.spots[w.nodes] = {0, 0, (int32_t)w.nodes, (int32_t)w.num_text, 0, 0, 0};
     for (int32_t at = 1; at < w.nodes; at++) {
         const int32_t i = w.spots[at].node;
         w.spots[at].depth = w.spots[w.pre[w.parent[i]]].depth + 1;
@@ -263,32 +265,42 @@ bool in_preorder(Walk& w) {
 
 // ---- walks
 
-// What is below the items, in preorder: records behind them, (node in preorder, state, source, count, the next node). A record with more than its
-// node is a range in which the state comes back to itself.
+// Nodes node .. next, in preorder, with tokens first .. end in their order: one node, or a range in which the state comes back to itself. ends: the
+// state accepts, and something is below.
+struct Record {
+    int32_t node, next, first, end, state, source, count, ends;
+
+    bool is_range() const { return next > node + 1; }
+};
+
+Record* records_of(const Walk& w) { return (Record*)(w.items + 2 * w.size); }
+
+// What is below the items, in preorder: records, behind the items.
 int go_down(Walk& w) {
     const Item* items = w.items + w.size;
-    Item* records = w.items + 2 * w.size;
+    Record* records = records_of(w);
     for (; w.step < w.size; w.step++, w.at = 0) {
         const Item& item = items[w.step];
-        const int32_t top = w.pre[item.node], end = w.spots[top].next;
+        const int32_t top = w.pre[item.node], end = w.spots[top].next, start = w.spots[top].depth - 1;
+        w.path[2 * start] = w.state, w.path[2 * start + 1] = 0;
         for (int32_t i = w.at ? w.at : top; i < end;) {
             const Spot& spot = w.spots[i];
-            int32_t state = item.state, count = item.count, next = i + 1, *here = w.path + 2 * spot.depth;
-            if (i != top) {
-                state = w.delta[256 * (int64_t)here[-2] + spot.byte], count = here[-1] + (here[-2] == w.loop);
-                if (state < 0) {
-                    i = spot.next;
-                    continue;
-                }
+            int32_t next = i + 1, *here = w.path + 2 * spot.depth;
+            int32_t state = w.delta[256 * (int64_t)here[-2] + spot.byte], count = here[-1] + (here[-2] == w.loop);
+            if (state < 0) {
+                i = spot.next;
+                continue;
             }
             const bool is_inner = spot.next > next;
             if (is_inner && !w.expanded[state]) {
                 w.at = i, w.columns[0] = state, w.num_unknown = 1;
                 return EXPAND;
             }
-            if (is_inner && loops_on(w, state, spot.below)) next = spot.next;
             here[0] = state, here[1] = count;
-            if (w.spots[next].first > spot.first || (is_inner && w.accepts[state])) records[w.num_records++] = {i, state, item.source, count, next};
+            if (const int32_t before = here[-2 * spot.inside]; is_inner && spot.depth - spot.inside >= start && loops_on(w, before, spot.below))
+                next = spot.next, state = before;
+            const int32_t first = spot.first, stop = w.spots[next].first, ends = is_inner && w.accepts[state];
+            if (stop > first || ends) records[w.num_records++] = {i, next, first, stop, state, item.source, count, ends};
             i = next;
         }
     }
@@ -379,12 +391,11 @@ constexpr int32_t COUNTED = -1;
 // The tokens of the records, in their order: put(record, first, end, class). COUNTED: the class of each is up to its `letters`.
 template <class Put>
 void put_classes(const Walk& w, Numbers<int64_t>& number, Put put) {
-    const Item *record = w.items + 2 * w.size, *last = record + w.num_records;
+    const Record *record = records_of(w), *last = record + w.num_records;
     for (int64_t partial = 0; record < last; record++) {
-        const Item& r = *record;
-        const int32_t end = w.spots[r.next].first;
-        const bool is_range = r.next > r.node + 1, counts = is_range && r.state == w.loop;
-        int32_t first = w.spots[r.node].first;
+        const Record& r = *record;
+        const bool is_range = r.is_range(), counts = is_range && r.state == w.loop;
+        int32_t first = r.first, end = r.end;
         if (first == end) continue;
         while (is_range && partial < w.num_partial && w.partial[2 * partial] < first) partial++;
         const int32_t which = counts ? COUNTED : number(key_of(w, r.state, r.count));
@@ -408,18 +419,17 @@ int list_records(Walk& w) {
     int32_t *nodes = sources + w.room, *origins = nodes + w.room, *counts = origins + w.room;
     Numbers<int64_t> number(w.keys);
     ByCount by_count{w, number, {}};
-    const Item* records = w.items + 2 * w.size;
+    const Record* records = records_of(w);
     int64_t n = 0, ends = 0;
-    put_classes(w, number, [&](const Item& r, int32_t at, int32_t end, int32_t which) {
+    put_classes(w, number, [&](const Record& r, int32_t at, int32_t end, int32_t which) {
         for (; at < end; at++) {
             tokens[n] = w.order[at], sources[n] = r.source;
             classes[n++] = which == COUNTED ? by_count(r.count + w.letters[at] - w.begun[r.node]) : which;
         }
     });
-    for (const Item* r = records; r < records + w.num_records; r++) {
-        const bool is_range = r->next > r->node + 1;
-        for (int32_t i = r->node; w.accepts[r->state] && i < r->next; i++) {
-            if (is_range ? !has(w.whole, i) : w.spots[i].next == i + 1) continue;
+    for (const Record* r = records; r < records + w.num_records; r++) {
+        for (int32_t i = r->node; r->ends && i < r->next; i++) {
+            if (r->is_range() && !has(w.whole, i)) continue;
             nodes[ends] = w.spots[i].node, origins[ends] = r->source;
             counts[ends++] = r->count + (r->state == w.loop ? w.begun[i] - w.begun[r->node] : 0);
         }
@@ -436,8 +446,8 @@ int spread_tokens(Walk& w) {
     ByCount by_count{w, number, {}};
     std::vector<int32_t> sizes(64);
     int64_t n = 0;
-    put_classes(w, number, [&](const Item& r, int32_t at, int32_t end, int32_t which) {
-        runs[n++] = {at, end, which, r.count - w.begun[r.node]};
+    put_classes(w, number, [&](const Record& r, int32_t at, int32_t end, int32_t which) {
+        runs[n++] = {at, end, which, which == COUNTED ? r.count - w.begun[r.node] : 0};
         if (number.size > (int64_t)sizes.size()) sizes.resize(2 * number.size);
         if (which != COUNTED) sizes[which] += end - at;
     });
@@ -469,19 +479,16 @@ int spread_tokens(Walk& w) {
 
 // The records by token and by node.
 int spread(Walk& w) {
-    const Item* records = w.items + 2 * w.size;
+    const Record* records = records_of(w);
     const int64_t words = w.nodes / 64 + 1;
     if (spread_tokens(w) == TOO_MANY) return TOO_MANY;
     std::memset(w.exits, 0, 8 * words);
     w.num_exits = w.most = 0;
-    for (const Item* r = records; r < records + w.num_records; r++) {
+    for (const Record* r = records; r < records + w.num_records; r++) {
         for (int32_t i = r->node; w.num_starts > 1 && i < r->next; i++) w.sources[w.spots[i].node] = r->source;
-        if (!w.accepts[r->state]) continue;
         const int32_t from = r->node, last = r->next - 1;       // both are in it
-        const bool is_range = last > from;
-        if (!is_range && w.spots[from].next == from + 1) continue;
-        for (int32_t k = from >> 6; k <= last >> 6; k++) {
-            uint64_t here = is_range ? w.whole[k] : ALL;
+        for (int32_t k = from >> 6; r->ends && k <= last >> 6; k++) {
+            uint64_t here = r->is_range() ? w.whole[k] : ALL;
             if (k == from >> 6) here &= ALL << (from & 63);
             if (k == last >> 6) here &= ALL >> (63 - (last & 63));
             w.exits[k] |= here;
@@ -504,7 +511,7 @@ int spread(Walk& w) {
 int walk(Walk& w) {
     if (w.phase == BEGIN) {
         if (!begin(w)) return NO_ROOM;
-        if (!w.repeated && 2 * w.size + w.nodes > w.room) return NO_ROOM;
+        if (!w.repeated && 2 * w.size + 2 * w.nodes > w.room) return NO_ROOM;       // for records
         w.phase = !w.repeated && in_preorder(w) ? DOWN : LISTED;
     }
     if (w.phase == LISTED) {
@@ -513,7 +520,7 @@ int walk(Walk& w) {
     }
     if (go_down(w) == EXPAND) return EXPAND;
     int64_t found = 0;
-    for (const Item *r = w.items + 2 * w.size, *end = r + w.num_records; r < end; r++) found += w.spots[r->next].first - w.spots[r->node].first;
+    for (const Record *r = records_of(w), *last = r + w.num_records; r < last; r++) found += r->end - r->first;
     if (found > w.many * w.num_tokens) w.phase = SPREAD;
     return w.phase == SPREAD ? spread(w) : list_records(w);
 }
