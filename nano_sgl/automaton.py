@@ -50,8 +50,8 @@ _NONE, _ONLY_EMPTY, _NO_MEMBERS = np.zeros(0, np.int32), frozenset((EMPTY,)), fr
 
 class NodeSet:
     """Positions in the vocabulary's tree. `nodes` int32, each once and `ascending`, or not; of the set that a template began at, `source` is the
-    index of the position above; `count` int32 are characters begun since, None if nobody counts, and `most` the highest. `size` of them. `templates`
-    begin here; `unions` with others; `parts`: some of them, by (lowest, highest count).
+    index of the position above; `count` int32 are characters begun since, None if nobody counts; none is higher than `most`. `size` of them.
+    `templates` begin here; `unions` with others; `parts`: some of them, by (lowest, highest count).
 
     A good part of all positions is kept as `members`, bits in `preorder`, the nodes depth first, with `counts` as of TrieWalker.spread; the columns
     are made when they are asked for."""
@@ -81,11 +81,8 @@ class NodeSet:
     @property
     def nodes(self) -> np.ndarray:
         if self._nodes is None:
-            self._nodes = np.sort(self._depth_first())
+            self._nodes = np.sort(self.preorder[np.flatnonzero(np.unpackbits(self.members.view(np.uint8), bitorder="little"))])
         return self._nodes
-
-    def _depth_first(self) -> np.ndarray:
-        return self.preorder[np.flatnonzero(np.unpackbits(self.members.view(np.uint8), bitorder="little"))]
 
     @property
     def source(self) -> np.ndarray:
@@ -96,7 +93,8 @@ class NodeSet:
     @property
     def count(self) -> np.ndarray | None:
         if self._count is None and self._counted:
-            self._count = self.counts[1][np.argsort(self._depth_first())].astype(np.int32)
+            (ranks, begun, more), found = self.counts, np.flatnonzero(np.unpackbits(self.members.view(np.uint8), bitorder="little"))
+            self._count = (begun[found] if ranks is None else begun)[np.argsort(self.preorder[found])].astype(np.int32) + more
         return self._count
 
     @property
@@ -108,7 +106,7 @@ class NodeSet:
     @property
     def nbytes(self) -> int:
         """What it takes, at most."""
-        by_node = (self.members, self._above and self._above[1], *(self.counts or ()))
+        by_node = (self.members, self._above and self._above[1], *(self.counts[:2] if self.counts and self.counts[0] is not None else ()))
         return 12 * self.size + sum(array.nbytes for array in by_node if array is not None)
 
     def within(self, low: int, high: int) -> NodeSet:

@@ -140,8 +140,8 @@ void nano_row_begin(RowWalk* w, int state, int place, int x, int beside) { go_do
 
 // What comes behind a place that ends at some nodes
 void nano_row_exits(RowWalk* w, int place, int x, const uint64_t* members, const int32_t* ranks, const int16_t* begun, const int32_t* nodes,
-                    const int32_t* counts, int64_t n) {
-    end_at(*w, place, {members, ranks, begun, nodes, counts, n}, x);
+                    const int32_t* counts, int64_t n, int64_t more) {
+    end_at(*w, place, {members, ranks, begun, nodes, counts, n, more}, x);
 }
 
 // As far as it goes; last: then what was found

@@ -87,12 +87,12 @@ class Walk(ctypes.Structure):
     """A walk of a vocabulary's tree, for automaton.py; see cpu/trie.h."""
 
     _fields_ = [*((name, _P) for name in ("parent", "child0", "kids", "first", "end", "own", "order", "node_of", "by_byte", "byte_starts", "byte",
-                                          "inner", "spots", "pre", "above", "begun", "letters", "whole", "partial", "mute", "delta", "accepts",
-                                          "expanded", "starts", "marks", "members", "items", "head", "sources", "loops", "met", "path", "exits",
-                                          "ranks", "counts", "classes", "columns", "sizes", "keys")),
+                                          "inner", "spots", "pre", "above", "begun", "letters", "letters_of", "tally", "whole", "partial", "mute",
+                                          "delta", "accepts", "expanded", "starts", "marks", "members", "items", "head", "sources", "loops", "met",
+                                          "path", "exits", "ranks", "counts", "classes", "columns", "sizes", "keys")),
                 *((name, _I) for name in ("nodes", "num_tokens", "num_text", "num_partial", "num_mute", "room", "num_starts", "phase", "at", "step",
                                           "size", "num_records", "num_met", "repeated", "dropped", "num_unknown", "num_found", "num_classes",
-                                          "num_exits", "most")),
+                                          "num_exits", "most", "even", "more")),
                 ("many", ctypes.c_double), *((name, _C) for name in ("ascending", "state", "loop"))]
 
 
@@ -122,7 +122,7 @@ FUNCTIONS = {
     "nano_trie_walk": [ctypes.POINTER(Walk)],
     "nano_join_maps": [_P] * 2 + [_I] * 3 + [_P] * 3,
     "nano_row_begin": [ctypes.POINTER(RowWalk)] + [_C] * 4,
-    "nano_row_exits": [ctypes.POINTER(RowWalk), _C, _C, *[_P] * 5, _I],
+    "nano_row_exits": [ctypes.POINTER(RowWalk), _C, _C, *[_P] * 5, _I, _I],
     "nano_row_follow": [ctypes.POINTER(RowWalk), _C],
     "nano_row_forget": [ctypes.POINTER(RowWalk)],
     "nano_mask": [ctypes.POINTER(Grammars), _P, _I, _P, _P, _I, _C],
@@ -262,8 +262,10 @@ class TrieWalker:
         self._classes, self._sizes, self._starts = self._map(), np.empty(1 << 15, np.int32), np.empty(0, np.int32)
         for name in ("sources", "head", "counts", "exits", "ranks", "classes", "sizes"):
             self._give(name, getattr(self, f"_{name}"))
+        begun = np.empty(nodes, np.int16)
         for name, array in (("pre", pre), ("above", np.empty(nodes, np.int32)), ("spots", np.empty((nodes + 1, 3), np.uint64)),
-                            ("begun", np.empty(nodes, np.uint16)), ("letters", np.empty(text, np.uint16)), ("whole", np.zeros(words, np.uint64)),
+                            ("begun", begun), ("letters", np.empty(text, np.uint16)), ("whole", np.zeros(words, np.uint64)),
+                            ("letters_of", np.zeros(size, np.uint16)), ("tally", np.zeros(4096, np.int32)),
                             ("partial", np.empty((text, 2), np.int32)), ("mute", np.empty(size, np.int32)), ("met", np.empty(1 << 16, np.int32)),
                             ("loops", np.zeros((1 << 16, 2), np.uint64)), ("path", np.empty((4096, 2), np.int32))):
             self._give(name, array)
@@ -351,14 +353,16 @@ class TrieWalker:
 
     def spread(self) -> tuple:
         """(classes int16 [V], 0: none; their sizes int64; of each class from 1 on its state, or 4096 times that and the count; exits, bits in
-        preorder; None, or counted: (the exits before each word of these, int32; the count of each, int16); how many there are; the highest count;
-        the source of each node int32, or None)."""
+        preorder; None, or how they count: (how many are before each word of these, int32; the count of each, int16; 0), or (None; int16 by nodes
+        in preorder; what the count is more than that); how many there are; no count is higher; the source of each node int32, or None)."""
         walk, classes = self._walk, self._classes
         self._classes = self._map()
         self._give("classes", self._classes)
-        return (classes, self._sizes[: walk.num_classes + 1].astype(np.int64), self._keys[: walk.num_classes].tolist(), self._exits.copy(),
-                None if walk.loop < 0 else (self._ranks.copy(), self._counts[: walk.num_exits].copy()), walk.num_exits, walk.most,
-                self._sources.copy() if walk.num_starts > 1 else None)
+        counts = None
+        if walk.loop >= 0:
+            counts = (None, self._held["begun"], walk.more) if walk.even else (self._ranks.copy(), self._counts[: walk.num_exits].copy(), 0)
+        return (classes, self._sizes[: walk.num_classes + 1].astype(np.int64), self._keys[: walk.num_classes].tolist(), self._exits.copy(), counts,
+                walk.num_exits, walk.most, self._sources.copy() if walk.num_starts > 1 else None)
 
     def read(self, seeds: list[tuple[int, int, int, bool, int]], exits: list[tuple[int, object, int]], base: np.ndarray | None, automaton, places,
              leaves_out: bool) -> tuple[np.ndarray, np.ndarray, list[list[int]], list[list[int]], list[list[int]]] | int | None:
@@ -390,8 +394,9 @@ class TrieWalker:
         for place, ends, x in exits:
             places.end(place)
             self._look(automaton, places)
-            where = (None, None, None, ends.nodes, ends.count) if ends.members is None else (ends.members, *(ends.counts or (None, None)), None, None)
-            self._library.nano_row_exits(row, place, x, *map(_address, where), ends.size)
+            ranks, begun, more = ends.counts or (None, None, 0)
+            nodes, counts = (ends.nodes, ends.count) if ends.members is None else (None, None)
+            self._library.nano_row_exits(row, place, x, *map(_address, (ends.members, ranks, begun, nodes, counts)), ends.size, more)
         if last < 0 and not self._follow(automaton, places, True):
             return None
         found, n, pairs = self._found, row.num_tokens, row.num_pairs

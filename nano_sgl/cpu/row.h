@@ -80,8 +80,17 @@ void go_down(RowWalk& w, int32_t node, int32_t state, int32_t place, int32_t beg
     }
 }
 
-// Where a piece ends: `members`, a set as in Walk, with `begun` characters each, in preorder; or `nodes`, n of them, ascending, with `counts`.
-struct Exits { const uint64_t* members; const int32_t* ranks; const int16_t* begun; const int32_t *nodes, *counts; int64_t n; };
+// Where a piece ends: `members`, a set as in Walk, with characters begun in each, by its rank, or (no ranks) `begun` by nodes in preorder and so many
+// `more`; or `nodes`, n of them, ascending, with `counts`.
+struct Exits {
+    const uint64_t* members;
+    const int32_t* ranks;
+    const int16_t* begun;
+    const int32_t *nodes, *counts;
+    int64_t n, more;
+
+    int32_t count(int32_t i) const { return !begun ? 0 : ranks ? begun[rank_of(members, ranks, i)] : begun[i] + more; }
+};
 
 // What comes behind that, where the count is one that the place may end with. From the bytes' side: most nodes have no child with one of those that
 // may come.
@@ -98,7 +107,7 @@ void end_at(RowWalk& w, int32_t place, const Exits& at, int32_t x) {
                 const int32_t kid = t.by_byte[k], above = t.parent[kid];
                 if (!at.members) start = std::lower_bound(start, last, above);
                 if (!kid || (!at.members && (start == last || *start != above))) continue;
-                const int32_t count = at.begun ? at.begun[rank_of(at.members, at.ranks, t.above[k])] : at.counts ? at.counts[start - at.nodes] : 0;
+                const int32_t count = at.members ? at.count(t.above[k]) : at.counts ? at.counts[start - at.nodes] : 0;
                 if ((p.between >= 0 && (count < p.least || count > p.most)) || w.differs[above]) continue;
                 add_reading(w, {kid, row[byte], behind, first, p.own ? count : x, SOLE, -1});
             }

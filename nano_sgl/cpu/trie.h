@@ -29,7 +29,8 @@ struct Walk {
     const uint8_t *byte, *inner;                // inner: has children
     Spot* spots;                                // the tree in preorder, one more at its end
     int32_t *pre, *above;                       // by node: its number in preorder; by `by_byte`: the parent's
-    uint16_t *begun, *letters;                  // characters begun: in preorder; by the order of tokens
+    uint16_t *begun, *letters, *letters_of;     // characters begun: in preorder; by the order of tokens; by token, 0: it is no text
+    int32_t* tally;                             // how many tokens have so many, MAX_LETTERS of them
     uint64_t* whole;                            // a set, as bits in preorder: the inner nodes that end with a character
     int32_t *partial, *mute;                    // the tokens that do not, (place in the order of tokens, node); those that are no text
     const int32_t* delta;                       // the automaton: state -> byte -> state, -1: none, UNKNOWN where the state is not expanded
@@ -41,13 +42,14 @@ struct Walk {
     uint64_t* loops;                            // by state: the groups on which it loops, and those on which it does not; 0 if nobody has asked
     int32_t *met, *path;                        // states of which somebody has; by depth, state and count
     uint64_t* exits;                            // SPREAD: a set, as `whole`;
-    int32_t* ranks;                             // how many of it are before each of its words, if somebody counts:
+    int32_t* ranks;                             // how many of it are before each of its words, if somebody counts and they are not `even`:
     int16_t *counts, *classes;                  // characters begun there, one after the other; by token, 0: none
     int32_t *columns, *sizes;                   // a list: 6 of `room`: tokens, classes, sources; exits: nodes, sources, counts. SPREAD: of each class
     int64_t* keys;                              // by class: the state, or 4096 times that and the count
     int64_t nodes, num_tokens, num_text, num_partial, num_mute, room, num_starts;   // num_text: tokens that are text
     int64_t phase, at, step, size, num_records, num_met, repeated, dropped; // repeated: a node has several items; dropped: one was left out
-    int64_t num_unknown, num_found, num_classes, num_exits, most;  // unknown: states to expand, in `columns`; most: the highest count of an exit
+    int64_t num_unknown, num_found, num_classes, num_exits, most;  // unknown: states to expand, in `columns`; most: no exit's count is higher
+    int64_t even, more;                         // even: the exits' counts are `begun` and so many more
     double many;
     int32_t ascending;                          // the starts, each is there once
     int32_t state, loop;                        // loop: the state between two characters, -1: nobody counts
@@ -55,7 +57,7 @@ struct Walk {
 
 enum { BEGIN, DOWN, LISTED, SPREAD };           // phases
 enum { DONE, EXPAND, NO_ROOM, TOO_MANY };       // what a walk returns
-constexpr int32_t UNKNOWN = -2;
+constexpr int32_t UNKNOWN = -2, MAX_LETTERS = 4096;
 
 inline bool has(const uint64_t* set, int32_t i) { return set[i >> 6] >> (i & 63) & 1; }
 
@@ -142,6 +144,7 @@ void prepare(Walk& w) {
     }
     for (int32_t t = w.num_mute = 0; t < w.num_tokens; t++)
         if (w.node_of[t] == w.nodes) w.mute[w.num_mute++] = t;
+    for (int32_t k = 0; k < w.num_text; k++) w.letters_of[w.order[k]] = w.letters[k], w.tally[w.letters[k]]++;
     for (int32_t k = 0; k < w.nodes; k++) w.above[k] = w.pre[w.parent[w.by_byte[k]]];
 }
 
@@ -380,7 +383,7 @@ struct ByCount {
     std::vector<int32_t> known;
 
     int32_t operator()(int32_t count) {
-        if (count >= (int32_t)known.size()) known.resize(count + 64, -1);
+        if (count >= (int32_t)known.size()) known.resize(2 * count + 64, -1);
         if (known[count] < 0) known[count] = number(key_of(w, w.loop, count));
         return known[count];
     }
@@ -438,38 +441,68 @@ int list_records(Walk& w) {
     return DONE;
 }
 
-// The class of each token, from the records. A class that most tokens have is written everywhere, and then what others have.
+// The class of each token, from the records. What holds for most is written everywhere, and then what others have: that is a class; or, where
+// characters are counted, the class of the token's letters and `more`.
 int spread_tokens(Walk& w) {
-    struct Run { int32_t first, end, which, more; };            // more: what the count is more than `letters`
+    struct Run { int32_t first, end, which, more; };
     Run* runs = (Run*)w.columns;
     Numbers<int64_t> number(w.keys);
     ByCount by_count{w, number, {}};
     std::vector<int32_t> sizes(64);
-    int64_t n = 0;
+    int64_t n = 0, counted = 0;
+    int32_t more = 0;
     put_classes(w, number, [&](const Record& r, int32_t at, int32_t end, int32_t which) {
         runs[n++] = {at, end, which, which == COUNTED ? r.count - w.begun[r.node] : 0};
         if (number.size > (int64_t)sizes.size()) sizes.resize(2 * number.size);
-        if (which != COUNTED) sizes[which] += end - at;
+        if (which == COUNTED && !counted) more = runs[n - 1].more;
+        if (which == COUNTED) counted += runs[n - 1].more == more ? end - at : 0;
+        else sizes[which] += end - at;
     });
-    const int64_t best = std::max_element(sizes.begin(), sizes.end()) - sizes.begin();
-    const bool most = 2 * sizes[best] > w.num_tokens;
-    int32_t done = 0;
-    std::fill_n(w.classes, w.num_tokens, most ? best + 1 : 0);
-    for (int64_t i = 0; most && i < w.num_mute; i++) w.classes[w.mute[i]] = 0;
-    runs[n] = {(int32_t)w.num_text, (int32_t)w.num_text, (int32_t)best, 0};
-    for (const Run* run = runs; run <= runs + n; run++) {
-        for (int32_t at = done; most && at < run->first; at++) w.classes[w.order[at]] = 0;
-        done = run->end;
-        if (run->which == COUNTED) {
-            for (int32_t at = run->first; at < run->end; at++) {
-                const int32_t which = by_count(w.letters[at] + run->more);
-                if (which >= (int32_t)sizes.size()) sizes.resize(2 * which);
-                w.classes[w.order[at]] = which + 1, sizes[which]++;
-            }
-        } else if (!most || run->which != best) {
-            for (int32_t at = run->first; at < run->end; at++) w.classes[w.order[at]] = run->which + 1;
+    const auto size_of = [&](int32_t which) -> int32_t& {
+        if (which >= (int32_t)sizes.size()) sizes.resize(2 * which);
+        return sizes[which];
+    };
+    const int32_t best = std::max_element(sizes.begin(), sizes.end()) - sizes.begin(), held = std::max<int64_t>(sizes[best], counted);
+    const bool most = 2 * held > w.num_tokens;                  // is there such a thing?
+    const int32_t usual = sizes[best] >= counted ? best : COUNTED;
+    const auto is_usual = [&](const Run& run) { return most && run.which == usual && run.more == (usual == COUNTED ? more : 0); };
+    const auto unusual = [&](auto put) {                        // put(first, end, run or null): of all that is not as most are
+        int32_t done = 0;
+        for (const Run* run = runs; run < runs + n; done = run++->end) {
+            if (most && done < run->first) put(done, run->first, (const Run*)nullptr);
+            if (!is_usual(*run)) put(run->first, run->end, run);
         }
+        if (most && done < w.num_text) put(done, (int32_t)w.num_text, (const Run*)nullptr);
+    };
+    if (!most) {
+        std::memset(w.classes, 0, 2 * w.num_tokens);
+    } else if (usual == COUNTED) {
+        std::vector<int32_t> left(w.tally, w.tally + MAX_LETTERS);
+        std::vector<int16_t> class_of(MAX_LETTERS);
+        unusual([&](int32_t at, int32_t end, const Run*) {
+            for (; at < end; at++) left[w.letters[at]]--;
+        });
+        for (int32_t letters = 1; letters < MAX_LETTERS; letters++) {
+            if (!left[letters]) continue;
+            const int32_t which = by_count(letters + more);
+            size_of(which) += left[letters], class_of[letters] = which + 1;
+        }
+        for (int64_t t = 0; t < w.num_tokens; t++) w.classes[t] = class_of[w.letters_of[t]];
+    } else {
+        std::fill_n(w.classes, w.num_tokens, best + 1);
+        for (int64_t i = 0; i < w.num_mute; i++) w.classes[w.mute[i]] = 0;
     }
+    unusual([&](int32_t at, int32_t end, const Run* run) {
+        const int16_t which = run ? run->which + 1 : 0;
+        if (!run || run->which != COUNTED) {
+            for (; at < end; at++) w.classes[w.order[at]] = which;
+        } else {
+            for (; at < end; at++) {
+                const int32_t here = by_count(w.letters[at] + run->more);
+                w.classes[w.order[at]] = here + 1, size_of(here)++;
+            }
+        }
+    });
     if (number.size + 1 >= 1 << 15) return TOO_MANY;
     w.num_classes = number.size, w.num_found = 0;
     for (int64_t i = 0; i < w.num_classes; i++) w.num_found += w.sizes[i + 1] = sizes[i];
@@ -479,31 +512,38 @@ int spread_tokens(Walk& w) {
 
 // The records by token and by node.
 int spread(Walk& w) {
-    const Record* records = records_of(w);
+    const Record *records = records_of(w), *last = records + w.num_records;
     const int64_t words = w.nodes / 64 + 1;
     if (spread_tokens(w) == TOO_MANY) return TOO_MANY;
     std::memset(w.exits, 0, 8 * words);
-    w.num_exits = w.most = 0;
-    for (const Record* r = records; r < records + w.num_records; r++) {
-        for (int32_t i = r->node; w.num_starts > 1 && i < r->next; i++) w.sources[w.spots[i].node] = r->source;
-        const int32_t from = r->node, last = r->next - 1;       // both are in it
-        for (int32_t k = from >> 6; r->ends && k <= last >> 6; k++) {
+    w.num_exits = w.most = 0, w.even = 1;
+    for (const Record* r = records; w.num_starts > 1 && r < last; r++)
+        for (int32_t i = r->node; i < r->next; i++) w.sources[w.spots[i].node] = r->source;
+    for (const Record *r = records, *first = nullptr; w.loop >= 0 && r < last; r++) {
+        if (!r->ends) continue;
+        if (!first) first = r, w.more = r->count - w.begun[r->node];
+        w.even &= r->count - w.begun[r->node] == w.more && (r->state == w.loop || !r->is_range());
+    }
+    for (const Record* r = records; r < last; r++) {
+        const int32_t from = r->node, to = r->next - 1;         // both are in it
+        for (int32_t k = from >> 6; r->ends && k <= to >> 6; k++) {
             uint64_t here = r->is_range() ? w.whole[k] : ALL;
             if (k == from >> 6) here &= ALL << (from & 63);
-            if (k == last >> 6) here &= ALL >> (63 - (last & 63));
+            if (k == to >> 6) here &= ALL >> (63 - (to & 63));
             w.exits[k] |= here;
-            if (w.loop < 0) {
-                w.num_exits += __builtin_popcountll(here);
-                continue;
-            }
-            for (; here; here &= here - 1) {
-                const int32_t begun = r->state == w.loop ? w.begun[64 * k + __builtin_ctzll(here)] - w.begun[from] : 0;
-                w.counts[w.num_exits++] = r->count + begun;
-                w.most = std::max<int64_t>(w.most, r->count + begun);
-            }
+            w.num_exits += __builtin_popcountll(here);
+            for (int64_t i = w.num_exits - __builtin_popcountll(here); w.loop >= 0 && !w.even && here; here &= here - 1)
+                w.counts[i++] = r->count + (r->state == w.loop ? w.begun[64 * k + __builtin_ctzll(here)] - w.begun[from] : 0);
         }
     }
-    for (int64_t k = 0, before = 0; w.loop >= 0 && k < words; k++) w.ranks[k] = before, before += __builtin_popcountll(w.exits[k]);
+    if (w.loop < 0) return DONE;
+    if (w.even) {
+        for (int32_t letters = 0; letters < MAX_LETTERS; letters++)
+            if (w.tally[letters]) w.most = letters + w.more;
+    } else {
+        for (int64_t k = 0, before = 0; k < words; k++) w.ranks[k] = before, before += __builtin_popcountll(w.exits[k]);
+        for (int64_t i = 0; i < w.num_exits; i++) w.most = std::max<int64_t>(w.most, w.counts[i]);
+    }
     return DONE;
 }
 
