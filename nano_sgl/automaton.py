@@ -13,13 +13,19 @@ positions q may end and something else go on (*exits*, themselves a node set). T
 what follows a string's end is found again as well. If q repeats a prefix code and somebody counts, the class of a token is its state
 and the number of characters it begins.
 
-The walk. Ways to follow a state down the tree, which differ in cost alone: position by position (a literal); as lists of the positions that are
-alive, their children by arithmetic (a few thousand); and level by level over all positions, dead ones too, which needs no selection (most of a
-vocabulary): then tokens and exits are not lists, but arrays by token and by node. cpu/trie.h has all of it; the twin by numpy stands here, for
-where there is no compiler.
+The walk. By C++ (cpu/trie.h) in preorder, where all that is below a node is one range, and is taken as one where the state loops on all that occurs
+there:
 
-Cost: 0.4 ms for all of 49,000 tokens (by numpy 1.2), 15 us for few (60); a new state 15 us. Where it stops: states are not minimal, and never given
-back but with the whole. A walk by C++ can be one of 32,767 classes, not more.
+    [^"]*, at "the"   below are letters, digits, blanks, Han:  the range stays in the state, unseen
+           at "="     below is a quote somewhere:              child by child
+
+From positions below each other, position by position. The twin by numpy stands here, for where there is no compiler: position by position (a
+literal); as lists of the positions that are alive, their children by arithmetic (a few thousand); and level by level over all positions, dead ones
+too, which needs no selection (most of a vocabulary). Of much, tokens and exits are not lists, but arrays by token and bits by node.
+
+Cost: 0.03 to 0.1 ms for a class of characters, all of 49,000 tokens (by numpy 1.2), 0.2 to 0.5 of 129,000; 15 us for few (60); a new state 15 us.
+Where it stops: states are not minimal, and never given back but with the whole. A walk by C++ can be one of 32,767 classes, not more. A state that
+does not come back to itself, such as every second of (..)*, is followed node by node.
 Source: Brzozowski, "Derivatives of regular expressions" (1964), as the sets of Antimirov (1996).
 """
 
