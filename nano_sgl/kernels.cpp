@@ -131,14 +131,17 @@ void nano_walk(const Grammars* g, const int64_t* roots, const int64_t* tokens, c
     }
 }
 
+void nano_trie_prepare(Walk* w) { prepare(*w); }
+
 int nano_trie_walk(Walk* w) { return walk(*w); }
 
 // What may be read from the root on, in a state; or where that differs from what may be beside it
 void nano_row_begin(RowWalk* w, int state, int place, int x, int beside) { go_down(*w, 0, state, place, 0, x, beside); }
 
 // What comes behind a place that ends at some nodes
-void nano_row_exits(RowWalk* w, int place, const int16_t* members, const int32_t* nodes, const int32_t* counts, int64_t n, int x) {
-    end_at(*w, place, members, nodes, counts, n, x);
+void nano_row_exits(RowWalk* w, int place, int x, const uint64_t* members, const int32_t* ranks, const int16_t* begun, const int32_t* nodes,
+                    const int32_t* counts, int64_t n, int64_t more) {
+    end_at(*w, place, {members, ranks, begun, nodes, counts, n, more}, x);
 }
 
 // As far as it goes; last: then what was found

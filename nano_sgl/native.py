@@ -86,11 +86,13 @@ class Grammars(ctypes.Structure):
 class Walk(ctypes.Structure):
     """A walk of a vocabulary's tree, for automaton.py; see cpu/trie.h."""
 
-    _fields_ = [*((name, _P) for name in ("parent", "child0", "kids", "first", "end", "own", "order", "node_of", "by_byte", "byte_starts",
-                                          "levels", "byte", "inner", "delta", "accepts", "expanded", "starts", "marks", "members", "items", "head",
-                                          "sources", "states", "counts", "exits", "classes", "columns", "sizes", "keys")),
-                *((name, _I) for name in ("nodes", "num_levels", "num_tokens", "num_states", "room", "num_starts", "phase", "at", "size",
-                                          "repeated", "dropped", "num_unknown", "num_found", "num_classes", "num_exits", "most")),
+    _fields_ = [*((name, _P) for name in ("parent", "child0", "kids", "first", "end", "own", "order", "node_of", "by_byte", "byte_starts", "byte",
+                                          "inner", "spots", "pre", "above", "begun", "letters", "letters_of", "tally", "whole", "partial", "mute",
+                                          "delta", "accepts", "expanded", "starts", "marks", "members", "items", "head", "sources", "loops", "met",
+                                          "path", "exits", "ranks", "counts", "classes", "columns", "sizes", "keys")),
+                *((name, _I) for name in ("nodes", "num_tokens", "num_text", "num_partial", "num_mute", "room", "num_starts", "phase", "at", "step",
+                                          "size", "num_records", "num_met", "repeated", "dropped", "num_unknown", "num_found", "num_classes",
+                                          "num_exits", "most", "even", "more")),
                 ("many", ctypes.c_double), *((name, _C) for name in ("ascending", "state", "loop"))]
 
 
@@ -116,10 +118,11 @@ FUNCTIONS = {
     "nano_has_row": [ctypes.POINTER(Grammars)] + [_P] * 2 + [_I],
     "nano_advance": [ctypes.POINTER(Grammars)] + [_P] * 3 + [_I],
     "nano_walk": [ctypes.POINTER(Grammars)] + [_P] * 4 + [_I] * 2,
+    "nano_trie_prepare": [ctypes.POINTER(Walk)],
     "nano_trie_walk": [ctypes.POINTER(Walk)],
     "nano_join_maps": [_P] * 2 + [_I] * 3 + [_P] * 3,
     "nano_row_begin": [ctypes.POINTER(RowWalk)] + [_C] * 4,
-    "nano_row_exits": [ctypes.POINTER(RowWalk), _C, _P, _P, _P, _I, _C],
+    "nano_row_exits": [ctypes.POINTER(RowWalk), _C, _C, *[_P] * 5, _I, _I],
     "nano_row_follow": [ctypes.POINTER(RowWalk), _C],
     "nano_row_forget": [ctypes.POINTER(RowWalk)],
     "nano_mask": [ctypes.POINTER(Grammars), _P, _I, _P, _P, _I, _C],
@@ -239,9 +242,10 @@ def _own_folder() -> tempfile.TemporaryDirectory:
 class TrieWalker:
     """automaton.py's and rows.py's walks of a vocabulary, by C++. One walk at a time: whoever begins one holds `lock` until it has the result."""
 
-    BEGIN, SWEPT, EXPAND, NO_ROOM, TOO_MANY = 0, 2, 1, 2, 3         # as in cpu/trie.h
+    BEGIN, SPREAD, EXPAND, NO_ROOM, TOO_MANY = 0, 3, 1, 2, 3        # as in cpu/trie.h
     FOLLOWED, END_PLACE, TOO_LONG = 0, 2, 3                         # as in cpu/row.h
     READINGS, NARROW = 1 << 18, 1 << 12         # readings of a row, and from the root
+    SPARE = 48                                  # maps for which there is memory from the beginning
 
     def __init__(self, vocab, loaded: ctypes.CDLL):
         """vocab: a vocab.Vocab."""
@@ -249,15 +253,25 @@ class TrieWalker:
         self.lock, self._library, self._walk, self._held = threading.Lock(), loaded, Walk(), {}
         for name in ("parent", "child0", "kids", "first", "end", "own", "order", "node_of", "by_byte", "byte"):
             self._give(name, getattr(vocab, name))
-        for name in ("byte_starts", "levels"):
-            self._give(name, np.array(getattr(vocab, name), np.int32))
+        self._give("byte_starts", np.array(vocab.byte_starts, np.int32))
         self._give("inner", (vocab.kids > 0).astype(np.uint8))
-        self._states, self._sources, self._head = np.empty(nodes + 1, np.uint16), np.empty(nodes, np.int32), np.full(nodes, -1, np.int32)
-        self._counts, self._exits, self._classes = np.empty(nodes + 1, np.int16), np.empty(nodes, np.int16), np.empty(size, np.int16)
-        self._sizes, self._starts = np.empty(1 << 15, np.int32), np.empty(0, np.int32)
-        for name in ("states", "sources", "head", "counts", "exits", "classes", "sizes"):
+        text, words = len(vocab.order), nodes // 64 + 1
+        self._sources, self._head, pre = np.empty(nodes, np.int32), np.full(nodes, -1, np.int32), np.empty(nodes, np.int32)
+        self._counts, self._exits, self._ranks = np.empty(nodes, np.int16), np.empty(words, np.uint64), np.empty(words, np.int32)
+        self._spare = [np.full(size, 0, np.int16) for _ in range(self.SPARE)]
+        self._classes, self._sizes, self._starts = self._map(), np.empty(1 << 15, np.int32), np.empty(0, np.int32)
+        for name in ("sources", "head", "counts", "exits", "ranks", "classes", "sizes"):
             self._give(name, getattr(self, f"_{name}"))
-        self._walk.nodes, self._walk.num_tokens, self._walk.num_levels = nodes, size, len(vocab.levels) - 1
+        begun = np.empty(nodes, np.int16)
+        for name, array in (("pre", pre), ("above", np.empty(nodes, np.int32)), ("spots", np.empty((nodes + 1, 3), np.uint64)),
+                            ("begun", begun), ("letters", np.empty(text, np.uint16)), ("whole", np.zeros(words, np.uint64)),
+                            ("letters_of", np.zeros(size, np.uint16)), ("tally", np.zeros(4096, np.int32)),
+                            ("partial", np.empty((text, 2), np.int32)), ("mute", np.empty(size, np.int32)), ("met", np.empty(1 << 16, np.int32)),
+                            ("loops", np.zeros((1 << 16, 2), np.uint64)), ("path", np.empty((4096, 2), np.int32))):
+            self._give(name, array)
+        self._walk.nodes, self._walk.num_tokens, self._walk.num_text = nodes, size, text
+        self._library.nano_trie_prepare(self._walk)
+        self.preorder = np.argsort(pre).astype(np.int32)
         self._make_room(4 * max(nodes, size) + 4096)
         self._row, room = RowWalk(walk=ctypes.addressof(self._walk)), self.READINGS
         self._found = dict(readings=np.empty((room, 7), np.int32), head=np.full(nodes, -1, np.int32), differs=np.zeros(nodes, np.uint8),
@@ -266,16 +280,22 @@ class TrieWalker:
         for name, array in self._found.items():
             setattr(self._row, name, array.ctypes.data)
 
+    def _map(self) -> np.ndarray:
+        """Memory for a map. The first so many have been written to: to touch fresh memory may take longer than to make what is in it."""
+        return self._spare.pop() if self._spare else np.empty(self._walk.num_tokens, np.int16)
+
     def _give(self, name: str, array: np.ndarray | None) -> None:
         self._held[name] = array
         setattr(self._walk, name, None if array is None else array.ctypes.data)
 
     def _make_room(self, room: int) -> None:
         self._columns, self._keys = np.empty((6, room), np.int32), np.empty(room, np.int64)     # used again and again
+        self._columns[0], items = 0, np.empty((room, 5), np.int32)
+        items[: room // 8] = 0                      # as `_map`: what is used most is touched
         starts = np.empty(room, np.int32)           # a copy: the address of an array takes longer to find
         starts[: self._walk.num_starts] = self._starts[: self._walk.num_starts]
         self._starts = starts
-        for name, array in (("items", np.empty((room, 5), np.int32)), ("columns", self._columns), ("keys", self._keys), ("starts", self._starts)):
+        for name, array in (("items", items), ("columns", self._columns), ("keys", self._keys), ("starts", self._starts)):
             self._give(name, array)
         self._head[:], self._walk.room, self._walk.size, self._walk.phase = -1, room, 0, self.BEGIN
 
@@ -291,7 +311,7 @@ class TrieWalker:
         self._begin(state, loop, None, len(starts), marks, many)
 
     def begin_inside(self, state: int, loop: int, members: np.ndarray, num_members: int, many: float) -> None:
-        """The same from the nodes whose `members` int16 [nodes] is not negative; the sources are nodes."""
+        """The same from the nodes of a set, bits in preorder; the sources are nodes."""
         self._begin(state, loop, members, num_members, None, many)
 
     def _begin(self, state: int, loop: int, members: np.ndarray | None, num_starts: int, marks: np.ndarray | None, many: float) -> None:
@@ -316,13 +336,13 @@ class TrieWalker:
     def _see(self, delta: np.ndarray, flags: np.ndarray) -> None:
         if self._held.get("delta") is not delta or self._held.get("flags") is not flags:
             self._give("delta", delta)
-            self._held["flags"], self._walk.num_states = flags, len(delta) - 1
+            self._held["flags"] = flags
             self._walk.accepts, self._walk.expanded = flags.ctypes.data, flags.ctypes.data + flags.shape[1]
 
     @property
-    def is_swept(self) -> bool:
-        """Whether the result is `swept` and not `listed`."""
-        return self._walk.phase == self.SWEPT
+    def is_spread(self) -> bool:
+        """Whether the result is `spread` and not `listed`."""
+        return self._walk.phase == self.SPREAD
 
     def listed(self) -> tuple:
         """(tokens, the class of each, the source of each: int32 [3, tokens]; of each class its state, or 4096 times that and the count; nodes,
@@ -331,12 +351,18 @@ class TrieWalker:
         return (self._columns[:3, :n].copy(), self._keys[: walk.num_classes].tolist(), self._columns[3:, :ends].copy(), bool(walk.repeated),
                 bool(walk.dropped))
 
-    def swept(self) -> tuple:
-        """(classes int16 [V], 0: none; their sizes int64; of each class from 1 on its state, or 4096 times that and the count; exits int16 [nodes],
-        the count or -1; how many there are; the highest count; the source of each node int32, or None)."""
-        walk = self._walk
-        return (self._classes.copy(), self._sizes[: walk.num_classes + 1].astype(np.int64), self._keys[: walk.num_classes].tolist(),
-                self._exits.copy(), walk.num_exits, walk.most, self._sources.copy() if walk.num_starts > 1 else None)
+    def spread(self) -> tuple:
+        """(classes int16 [V], 0: none; their sizes int64; of each class from 1 on its state, or 4096 times that and the count; exits, bits in
+        preorder; None, or how they count: (how many are before each word of these, int32; the count of each, int16; 0), or (None; int16 by nodes
+        in preorder; what the count is more than that); how many there are; no count is higher; the source of each node int32, or None)."""
+        walk, classes = self._walk, self._classes
+        self._classes = self._map()
+        self._give("classes", self._classes)
+        counts = None
+        if walk.loop >= 0:
+            counts = (None, self._held["begun"], walk.more) if walk.even else (self._ranks.copy(), self._counts[: walk.num_exits].copy(), 0)
+        return (classes, self._sizes[: walk.num_classes + 1].astype(np.int64), self._keys[: walk.num_classes].tolist(), self._exits.copy(), counts,
+                walk.num_exits, walk.most, self._sources.copy() if walk.num_starts > 1 else None)
 
     def read(self, seeds: list[tuple[int, int, int, bool, int]], exits: list[tuple[int, object, int]], base: np.ndarray | None, automaton, places,
              leaves_out: bool) -> tuple[np.ndarray, np.ndarray, list[list[int]], list[list[int]], list[list[int]]] | int | None:
@@ -368,8 +394,9 @@ class TrieWalker:
         for place, ends, x in exits:
             places.end(place)
             self._look(automaton, places)
-            nodes, counts = (None, None) if ends.members is not None else (ends.nodes, ends.count)
-            self._library.nano_row_exits(row, place, *map(_address, (ends.members, nodes, counts)), ends.size, x)
+            ranks, begun, more = ends.counts or (None, None, 0)
+            nodes, counts = (ends.nodes, ends.count) if ends.members is None else (None, None)
+            self._library.nano_row_exits(row, place, x, *map(_address, (ends.members, ranks, begun, nodes, counts)), ends.size, more)
         if last < 0 and not self._follow(automaton, places, True):
             return None
         found, n, pairs = self._found, row.num_tokens, row.num_pairs
@@ -393,7 +420,8 @@ class TrieWalker:
 
     def join(self, a: np.ndarray, b: np.ndarray, classes_a: int, classes_b: int) -> tuple[np.ndarray, np.ndarray, list[int]] | None:
         """Two maps int16 [V] as one: (the class of each token, the classes' sizes, a * classes_b + b of each; the first is 0). None: too many."""
-        out, sizes, keys = np.empty_like(a), np.empty(1 << 15, np.int32), np.empty(min(classes_a * classes_b, 1 << 15), np.int64)
+        out = self._map() if len(a) == self._walk.num_tokens else np.empty_like(a)
+        sizes, keys = np.empty(1 << 15, np.int32), np.empty(min(classes_a * classes_b, 1 << 15), np.int64)
         found = self._library.nano_join_maps(*map(_address, (a, b)), len(a), classes_a, classes_b, *map(_address, (out, sizes, keys)))
         return None if found < 0 else (out, sizes[:found].astype(np.int64), keys[:found].tolist())
 

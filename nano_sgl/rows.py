@@ -10,9 +10,10 @@ a piece: a row is what the automaton knows of the piece, which all grammars shar
 Names. As in waves.py: places, leaves, x. The *root* is that of the vocabulary's tree. *Exits* are positions at which a piece may end and the token
 goes on. A piece is *wide* if many tokens are inside of it: then its template (automaton.py) is taken, as a map.
 
-How. Narrow pieces, and all that comes behind pieces, are followed down the tree by C++ (cpu/row.h), reading by reading, and come back as groups of
-tokens with the same readings: Python looks at each group once. What is found on the way may ask to begin anew: a piece turns out to be wide
-(`_learn`), or what comes behind the beginning of tokens is so much that it should be a template, too (`_leave`). Each is asked once, so it ends.
+How. Pieces that begin with many bytes are asked at once whether they are wide (`_is_wide`). Narrow ones, and all that comes behind pieces, are
+followed down the tree by C++ (cpu/row.h), reading by reading, and come back as groups of tokens with the same readings: Python looks at each group
+once. What is found on the way may ask to begin anew: a piece turns out to be wide (`_learn`), or what comes behind the beginning of tokens is so much
+that it should be a template, too (`_leave`). Each is asked once, so it ends.
 
 Beside. A state in a key that is none of an object's own differs from the state that most bytes lead to (Automaton.beside) in the few texts that
 lead to a declared key: its row takes that one's map, and is followed only where they differ.
@@ -33,6 +34,7 @@ from .tables import INDEX, Row
 from .vocab import Vocab
 
 SOLE, INSTEAD = -2, 1 << 20     # as in cpu/row.h
+BROAD = 16                      # bytes on which a state moves on
 
 
 class RowBuilder(waves.WaveBuilder):
@@ -71,11 +73,28 @@ class RowBuilder(waves.WaveBuilder):
         for (q, stack, loop, count), x in begin:
             counted, place = loop > 0, places.of(stack, loop, count)
             inside = automaton.wide.get((q, counted))
+            if inside is None and len(wide) < waves.MAX_JOINT:      # of more there are no joint maps
+                automaton.expand(q)
+                if counted or automaton.beside(q) == DEAD:
+                    inside = self._is_wide(q, counted)
             if inside or inside is None and not counted and automaton.beside(q) != DEAD:
                 wide.setdefault((0, q, counted), []).append((place, x))
             else:
                 seeds.append((q, place, x, inside is not None, SOLE))
         return seeds, [], wide
+
+    def _is_wide(self, q: int, counted: bool) -> bool | None:
+        """Of a state that moves on many bytes, or does behind one that much begins with, as a blank: its template is made faster than it is
+        followed. None: of others nobody asks yet."""
+        automaton, far = self.automaton, self.tables.vocab.far
+        if not automaton.alive[q].bit_count() >= BROAD:
+            ahead = [to for byte, to in automaton.moves(q).items() if far >> byte & 1] if automaton.alive[q] & far else []
+            for to in ahead:
+                automaton.expand(to)
+            if not any(automaton.alive[to].bit_count() >= BROAD for to in ahead):
+                return None
+        automaton.wide[q, counted] = found = automaton.template(q, automaton.root, counted).size > waves.DENSE
+        return found
 
     def _learn(self, q: int, place: int, x: int, is_long: bool, beside: int) -> None:
         """Following it from the root was too much."""

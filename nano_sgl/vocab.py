@@ -40,6 +40,7 @@ from .rules import GrammarError
 
 SPACE = "\u2581"
 MAX_TOKEN = 4096                # bytes
+FAR = 2048                      # tokens that begin with a byte
 
 
 class Vocab:
@@ -49,8 +50,8 @@ class Vocab:
     the tokens that are text, sorted by their bytes. The tree's columns, int32 [nodes]: `child0`, `kids` the children's range of nodes; `first`,
     `end` the range of `order` at and below the node, `own` how many of them are the node itself; `parent`; `byte` uint8, the last byte.
     `levels`: where each depth's nodes begin; `by_byte` int32 the nodes sorted by byte, those of byte b from `byte_starts[b]`; `node_of` int32 [V] the
-    node of each token, the number of nodes for what is no text; `alphabet` the bytes that tokens have, as a mask. Nothing changes after
-    construction. `lists` (child0, kids, first, end) and `byte_string` are for walks of a few steps, which arrays are slow at.
+    node of each token, the number of nodes for what is no text; `alphabet` the bytes that tokens have, as a mask, and `far` those that many begin
+    with. Nothing changes after construction. `lists` (child0, kids, first, end) and `byte_string` are for walks of a few steps, which arrays are slow at.
     """
 
     def __init__(self, tokens: Sequence[bytes | None], end_ids: Iterable[int] = ()):
@@ -115,6 +116,7 @@ class Vocab:
         self.byte_string = self.byte.tobytes()
         self.alphabet = sum(1 << byte for byte in set(self.byte_string[1:]))  # the bytes that tokens have
         self.by_byte = np.argsort(byte, kind="stable").astype(np.int32)
+        self.far = sum(1 << int(byte[kid]) for kid in range(1, 1 + int(self.kids[0])) if end[kid] - first[kid] > FAR)
         self.byte_starts = np.searchsorted(byte[self.by_byte], np.arange(257)).tolist()
         self.levels = np.cumsum([0] + [len(column[0]) for column in columns]).tolist()
         self.node_of = np.full(self.size, base, np.int32)

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from nano_sgl import automaton, native, rows
+from nano_sgl import automaton, grammar, native, rows
 from nano_sgl.automaton import Automaton, NodeSet, distinct, union
 from nano_sgl.normal_form import normalize
 from nano_sgl.rules import Byte, Cat, Or, Repeat, Rules
@@ -68,6 +68,7 @@ def said(template, counted: bool, marks) -> tuple[set, set]:
 def test_a_template_is_what_reading_byte_by_byte_says(name, walks, many, monkeypatch):
     """From the root, from the exits of that, and from positions below each other, some of them twice, with and without marks."""
     monkeypatch.setattr(automaton, "MANY", many)
+    monkeypatch.setattr(automaton, "SPREAD", many)
     counted = name == "characters"
     for seed in range(4):
         draw = random.Random(seed)
@@ -91,6 +92,37 @@ def test_a_template_is_what_reading_byte_by_byte_says(name, walks, many, monkeyp
                 if template.unique:
                     classes, sizes = template.map
                     assert (np.flatnonzero(classes) == np.sort(template.tokens)).all() and (np.bincount(classes, minlength=len(sizes)) == sizes).all()
+
+
+CHARACTERS = [*"ab7\" ", "é", "я", "ا", "中", "丁", "龙", "가", "😀"]
+ODD = [b"\xe4", b"\xe4\xb8", b"\xf0\x9f", b"\xf0\x9f\x98", b"\xc3", b"\xb8\xad", b"\xff", b"\xe0\x80\x80", b"\xed\xa0\x80", b"\x00", b"\n"]
+
+
+@pytest.mark.parametrize("many", [0, 2])
+@pytest.mark.parametrize("pattern", [r"[a-z]*", r'[^"]*', r'[^"]{1,50}', r"\w+", r"\w{2,9}", r"[一-龥]*", r"([^中]|中a)*", r"[a-zé-я ]{0,40}",
+                                     r"(\w|.\d)*", r"\D*"])
+def test_ranges_that_a_state_loops_on(pattern, many, monkeypatch):
+    """Texts of several bytes a character, whole and in part, and what is no UTF-8: each token as it is byte by byte, wherever the walk begins."""
+    monkeypatch.setattr(automaton, "SPREAD", many)
+    for seed in range(3):
+        draw = random.Random(seed)
+        texts = ["".join(draw.choices(CHARACTERS, k=draw.randrange(1, 5))).encode() for _ in range(400)]
+        texts += [text + draw.choice(ODD) for text in draw.sample(texts, 60)] + [odd + text for odd, text in zip(ODD * 3, draw.sample(texts, 33))]
+        texts += [text[:-1] for text in draw.sample(texts, 60)] + draw.sample(texts, 20) + [char.encode() for char in CHARACTERS] + ODD
+        vocab = Vocab([*texts, None, "中a".encode() * 60, b"ab " * 100], [len(texts)])
+        vocab.walker = native.TrieWalker(vocab, native.library()) if native.library() is not None else None
+        made = grammar.compile("regex", pattern, vocab)
+        machine = made._automaton
+        for q, counted in {(config[0], config[2] > 0) for config in made._configs[made.start]}:
+            for q in {q, *machine.moves(q).values()}:
+                loop = (q if machine.accepts[q] else machine._loop(q)) if counted else automaton.DEAD
+                for starts in (machine.root, *(machine.at(draw.randrange(vocab.byte.size)) for _ in range(6))):
+                    template = machine.template(q, starts, counted)
+                    assert said(template, counted, None) == read(machine, q, starts, loop, None)
+                    classes, sizes = template.map
+                    assert (np.bincount(classes, minlength=len(sizes)) == sizes).all()
+                    if template.exits is not None and counted:
+                        assert template.exits.most >= template.exits.count.max()
 
 
 def test_a_walk_needs_more_room_than_there_is():

@@ -80,21 +80,34 @@ void go_down(RowWalk& w, int32_t node, int32_t state, int32_t place, int32_t beg
     }
 }
 
-// A piece ends at the nodes whose `members` is not negative, or at `nodes`, ascending, with `counts` of their own: what comes behind it, where the
-// count is one that the place may end with. From the bytes' side: most nodes have no child with one of those that may come.
-void end_at(RowWalk& w, int32_t place, const int16_t* members, const int32_t* nodes, const int32_t* counts, int64_t n, int32_t x) {
+// Where a piece ends: `members`, a set as in Walk, with characters begun in each, by its rank, or (no ranks) `begun` by nodes in preorder and so many
+// `more`; or `nodes`, n of them, ascending, with `counts`.
+struct Exits {
+    const uint64_t* members;
+    const int32_t* ranks;
+    const int16_t* begun;
+    const int32_t *nodes, *counts;
+    int64_t n, more;
+
+    int32_t count(int32_t i) const { return !begun ? 0 : ranks ? begun[rank_of(members, ranks, i)] : begun[i] + more; }
+};
+
+// What comes behind that, where the count is one that the place may end with. From the bytes' side: most nodes have no child with one of those that
+// may come.
+void end_at(RowWalk& w, int32_t place, const Exits& at, int32_t x) {
     const Walk& t = *w.walk;
     const Ending p = w.places[place];
     for (int32_t i = p.after; i < p.end && !w.full; i++) {
         const int32_t state = w.firsts[2 * i], behind = w.firsts[2 * i + 1], *row = t.delta + 256 * (int64_t)state;
         const bool first = state == w.places[behind].between;
         for (int byte = 0; byte < 256; byte++) {
-            const int32_t* start = nodes;
+            const int32_t *start = at.nodes, *last = at.nodes + at.n;
             for (int32_t k = t.byte_starts[byte]; row[byte] >= 0 && k < t.byte_starts[byte + 1]; k++, w.work++) {
+                if (at.members && !has(at.members, t.above[k])) continue;
                 const int32_t kid = t.by_byte[k], above = t.parent[kid];
-                if (!members) start = std::lower_bound(start, nodes + n, above);
-                if (!kid || (members ? members[above] < 0 : start == nodes + n || *start != above)) continue;
-                const int32_t count = members ? members[above] : counts ? counts[start - nodes] : 0;
+                if (!at.members) start = std::lower_bound(start, last, above);
+                if (!kid || (!at.members && (start == last || *start != above))) continue;
+                const int32_t count = at.members ? at.count(t.above[k]) : at.counts ? at.counts[start - at.nodes] : 0;
                 if ((p.between >= 0 && (count < p.least || count > p.most)) || w.differs[above]) continue;
                 add_reading(w, {kid, row[byte], behind, first, p.own ? count : x, SOLE, -1});
             }
