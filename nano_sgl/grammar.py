@@ -53,9 +53,9 @@ from .nodes import COMPARED, DONE, NEVER, Stacks
 from .normal_form import normalize
 from .rows import RowBuilder
 from .rules import Byte, Cat, GrammarError, Ref, Repeat, Rules, tick, time_limit
-from .tables import ADD_SHIFT, COUNT_SHIFT, INDEX, KEEP, MORE, Row, Tables, join_maps
+from .tables import ADD_SHIFT, COUNT_SHIFT, INDEX, INF, KEEP, MORE, Row, Tables, join_maps
 from .vocab import Vocab
-from .waves import INF, REGISTER, Places
+from .waves import REGISTER, Places
 
 MAX_READINGS = 1000             # configurations of one state
 MAX_GRAMMAR_STATES = 50_000
@@ -549,6 +549,24 @@ class Grammar:
             left = [self._join(*left[i : i + 2]) if i + 1 < len(left) else left[i] for i in range(0, len(left), 2)]
         return left[0] if left else 0
 
+    def _take(self, readings: list[tuple[int, int]]) -> None:
+        """The next lines of the tables: of each (state of the automaton, stack) one that always leads to this reading alone."""
+        self._check_states(len(readings))
+        tables, ids, states, new = self.tables, self._state_ids, [], self.tables.states.size
+        for q, stack in readings:
+            configs = (q, stack, 0, 0),
+            key = INF, configs
+            state = ids.get(key)
+            if state is None:
+                state = ids[key] = new
+                self._configs[new] = configs
+                new += 1
+            states.append(state)
+        tables.add_states(new - tables.states.size, INF)
+        tables.lines.more(len(states), 2, states)
+        self._places += 2 * len(states)
+        self._check_size()
+
     def _values_of(self, readings: list[tuple[int, int]]) -> list[int]:
         """Of each (state of the automaton, stack) the value that always leads to this reading alone. Rows of new text are made of these."""
         self._check_states(len(readings))
@@ -582,7 +600,7 @@ class Grammar:
             raise GrammarError(f"the grammar needs more than {MAX_GRAMMAR_STATES} states", "grammar")
 
     def _check_size(self) -> None:
-        if self.places > MAX_PLACES:
+        if self._places + self._stacks.places > MAX_PLACES or self.closing and self.places > MAX_PLACES:
             raise GrammarError(f"the grammar is too ambiguous: its states hold more than {MAX_PLACES} places in its rules", "grammar")
         if self.tables.nbytes > MAX_TABLE_BYTES:
             raise GrammarError(f"the grammars need more than {MAX_TABLE_BYTES >> 20} MiB", "grammar")
