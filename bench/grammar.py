@@ -383,7 +383,7 @@ def show_requests(engines: dict[str, str], about: dict, found: dict[str, list[di
         cases, order = requests(about["cases"], able, draw)
         for name, python in engines.items():
             spent[name].append(ask(python, name, about | {"cases": cases, "order": order})[0])
-    for name, values in spent.items() if able else ():
+    for name, values in spent.items() if able and draws else ():
         ratios = [a / b for a, b in zip(spent["ours"], values)]
         beside = f", ours beside it {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})" if name != "ours" else ""
         print(f"{REQUESTS} requests, {min(SCHEMAS_DRAWN, len(able))} of {len(able)} schemas: {name:11s} {statistics.median(values):8.1f} ms "

@@ -40,7 +40,6 @@ import transformers
 from nano_sgl import Engine, EngineConfig, SamplingParams, sampling, spec, weights
 from nano_sgl.constraint import Walked
 from nano_sgl.grammar import INDEX
-from nano_sgl.masks import DEAD
 from nano_sgl.memory import Batch
 from nano_sgl.protocol import Request
 from nano_sgl.results import Results

@@ -44,6 +44,7 @@ from .rules import Byte, Cat, GrammarError, Or, Repeat, Rules, tick
 from .vocab import Vocab
 
 AHEAD, LOOPS = 64, 80            # states of a literal that are made at once; bytes that come back to a state
+ROWS = 256                      # of states, that are begun at once
 MAX_STATES = 60_000             # of an automaton, 1 KB each; less than 65,535
 SMALL = 8                       # positions that are walked one by one rather than as arrays,
 FEW = 100                       # with no more tokens below
@@ -266,8 +267,9 @@ class Automaton:
         self.goes_on: list[bool] = []
         self.alive: list[int] = []                      # the bytes it moves on, as a mask, once expanded
         self._moves: dict[int, dict[int, int]] = {}     # byte -> state, of those that were asked for
-        self.delta = np.full((65, 256), UNKNOWN, np.int32)  # one row more than states: its last is what DEAD, as an index, meets
-        self.delta[-1] = DEAD
+        self._room = np.empty((MAX_STATES + 1, 256), np.int32)      # of the system, who gives what is written to
+        self.delta = self._room[:65]                    # one row more than states: its last is what DEAD, as an index, meets
+        self.delta[:-1], self.delta[-1] = UNKNOWN, DEAD
         self._flags = np.zeros((2, 65), bool)           # accepts, expanded; of DEAD, too
         self._flags[1, -1] = True
         self._ids: dict[frozenset[int], int] = {}
@@ -276,6 +278,8 @@ class Automaton:
         self._at: dict[int, NodeSet] = {0: self.root}
         self._beside: dict[int, int] = {}
         self._bytes: dict[int, int] = {}
+        self.cuts: dict[int, int] = {}                  # two of grammar.py's
+        self.firsts: dict[int, list[tuple[int, tuple[int, ...]]]] = {}
         self.wide: dict[tuple[int, bool], bool] = {}    # of (state, counted) where rows have met much: whether it is all in its own template
         self.template_bytes, self._number = 0, itertools.count().__next__
 
@@ -296,8 +300,9 @@ class Automaton:
         if q + number > MAX_STATES:
             raise GrammarError(f"more than {MAX_STATES} states", "grammar")
         if q + number > room:
-            more = min(max(room, number), MAX_STATES - room)
-            self.delta = np.concatenate([self.delta[:room], np.full((more, 256), UNKNOWN, np.int32), self.delta[room:]])
+            more = min(max(ROWS, number), MAX_STATES - room)
+            self.delta = self._room[: room + more + 1]
+            self.delta[room:-1], self.delta[-1] = UNKNOWN, DEAD
             self._flags = np.concatenate([self._flags[:, :room], np.zeros((2, more), bool), self._flags[:, room:]], 1)
         for column, value in ((self.members, _NO_MEMBERS), (self.accepts, False), (self.goes_on, True), (self.alive, 0)):
             column += [value] * number
@@ -319,16 +324,17 @@ class Automaton:
         """The same where a few bytes must come, one after the other. What is left of a literal is not looked up among the nodes: it is long."""
         (node,) = self.members[q] if len(self.members[q]) == 1 else (EMPTY,)
         kind, *parts = self.nodes.keys[node]
-        text = [] if kind != "cat" else list(itertools.takewhile(lambda byte: byte >= 0, map(self._byte_of, parts[:AHEAD])))
+        text = bytes(itertools.takewhile(lambda byte: byte >= 0, map(self._byte_of, parts[:AHEAD]))) if kind == "cat" else b""
         if len(text) < 2:
             return False
         end, first = self.state((self.nodes.cat(parts[len(text):]),)), self._add(len(text) - 1)
-        here = [q, *range(first, first + len(text) - 1)]
-        self.delta[here] = DEAD
-        self.delta[here, text] = [*here[1:], end]
-        self._flags[1, here] = True
-        for state, byte in zip(here, text):
+        last, delta = first + len(text) - 1, self.delta.reshape(-1)
+        self.delta[q] = self.delta[first:last] = DEAD
+        delta[256 * q + text[0]], self._flags[1, q], self.alive[q] = first, True, 1 << text[0]
+        for state, byte in enumerate(text[1:], first):
+            delta[256 * state + byte] = state + 1
             self.alive[state] = 1 << byte
+        delta[256 * last - 256 + text[-1]], self._flags[1, first:last] = end, True
         return True
 
     def _byte_of(self, node: int) -> int:

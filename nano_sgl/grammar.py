@@ -53,9 +53,9 @@ from .nodes import COMPARED, DONE, NEVER, Stacks
 from .normal_form import normalize
 from .rows import RowBuilder
 from .rules import Byte, Cat, GrammarError, Ref, Repeat, Rules, tick, time_limit
-from .tables import ADD_SHIFT, COUNT_SHIFT, INDEX, KEEP, MORE, Row, Tables, join_maps
+from .tables import ADD_SHIFT, COUNT_SHIFT, INDEX, INF, KEEP, MORE, Row, Tables, join_maps
 from .vocab import Vocab
-from .waves import INF, REGISTER, Places
+from .waves import REGISTER, Places
 
 MAX_READINGS = 1000             # configurations of one state
 MAX_GRAMMAR_STATES = 50_000
@@ -119,13 +119,14 @@ class Grammar:
 
     def __init__(self, shared: Shared, rules: Rules, normal: tuple | None = None):
         self.vocab, self.tables, self.shared = shared.tables.vocab, shared.tables, shared
-        self._automaton, self._nodes = shared.automaton, shared.automaton.nodes
+        self._automaton, self._nodes, self._nullable = shared.automaton, shared.automaton.nodes, shared.automaton.nodes.nullable
         self._rules, start, *closing = normal or normalize(self._nodes, rules)
         if start == NEVER:
             why = "a rule that leads only to itself, ^ or $ with text around it, a class of no characters, half of a surrogate pair"
             raise GrammarError(f"the grammar matches nothing that the model's tokens can write ({why})", "grammar", rules.start)
-        self._cut: dict[int, int] = {}                              # rule -> its node, cut into pieces
-        self._first: dict[int, list[tuple[int, tuple[int, ...]]]] = {}
+        # Rule -> its node, cut into pieces; node -> what `_firsts` says. A rule's number is that of its text, so all grammars share them
+        self._cut, self._first = shared.automaton.cuts, shared.automaton.firsts
+        self._began: dict[int, tuple[int, int]] = {}                # leaf -> (state of the automaton, loop) at its beginning
         self._stacks = Stacks(self._nodes)
         self._follow: dict[int, int] = {}
         self._sets: list[tuple[bool, tuple]] = []                   # set -> (may end, configurations (q, stack, loop, count))
@@ -344,43 +345,55 @@ class Grammar:
         found = self._follow.get(stack)
         if found is not None:
             return found
-        seen, work = set(), set(self._stacks.frames[stack])
-        below: dict[int, set] = {}                  # frame -> what lies below it, one stack for all ways to come here, or they would multiply
+        frames, configs, may_end = self._stacks.frames[stack], [], False
+        if len(frames) == 1 and not self._nullable[(top := next(iter(frames)))[0]] and top != DONE:
+            below = dict(frames)                    # as most are
+        else:
+            below, may_end = self._below(frames)
+        for frame, base in below.items():
+            for leaf, pushes in self._first.get(frame) or self._firsts(frame):
+                top = base
+                for pushed in pushes:
+                    top = self._stacks.push(pushed, top)
+                q, loop = self._began.get(leaf) or self._begin(leaf)
+                configs.append((q, top, loop, 0))
+        self._follow[stack] = found = self._set(may_end, configs)
+        return found
+
+    def _below(self, frames: frozenset) -> tuple[dict[int, int], bool]:
+        """(frame -> what lies below it, for all frames that may come next; whether the end may)."""
+        seen, work = set(), set(frames)
+        below: dict[int, set] = {}                  # one stack for all ways to come here, or they would multiply
         while work:
             item = work.pop()
             seen.add(item)
             if item != DONE:
                 frame, rest = item
                 below.setdefault(frame, set()).update(self._stacks.frames[rest])
-                if self._nodes.nullable[frame]:
+                if self._nullable[frame]:
                     work |= self._stacks.frames[rest] - seen
-        configs = []
-        for frame, rest in below.items():
-            base = self._stacks.of(frozenset(rest))
-            for leaf, frames in self._firsts(frame):
-                top = base
-                for pushed in frames:
-                    top = self._stacks.push(pushed, top)
-                configs.append(self._begin(leaf, top))
-        self._follow[stack] = found = self._set(DONE in seen, configs)
-        return found
+        return {frame: self._stacks.of(frozenset(rest)) for frame, rest in below.items()}, DONE in seen
 
-    def _begin(self, leaf: int, stack: int) -> tuple[int, int, int, int]:
+    def _begin(self, leaf: int) -> tuple[int, int]:
         kind, node, *bounds = self._nodes.keys[leaf]
         if kind == "text":
-            return self._automaton.state((node,)), stack, 0, 0
-        q = self._automaton.state((self._nodes.rep(node, 0, None),))
-        key = (q, *bounds)
-        if key not in self._loop_ids:
-            self._loop_ids[key] = len(self._loops)
-            self._loops.append(key)
-        return q, stack, self._loop_ids[key], 0
+            found = self._automaton.state((node,)), 0
+        else:
+            key = self._automaton.state((self._nodes.rep(node, 0, None),)), *bounds
+            if key not in self._loop_ids:
+                self._loop_ids[key] = len(self._loops)
+                self._loops.append(key)
+            found = key[0], self._loop_ids[key]
+        self._began[leaf] = found
+        return found
 
     # ---- sets of configurations
 
     def _set(self, may_end: bool, configs: Sequence[tuple]) -> int:
         if len(configs) == 1:
             return self._interned(may_end, tuple(configs))
+        if not any([config[2] for config in configs]) and len({config[0] for config in configs}) == len(configs):
+            return self._interned(may_end, sorted(configs))
         stacks: dict[tuple[int, int, int], dict[int, None]] = {}
         for q, stack, loop, count in configs:
             stacks.setdefault((q, loop, count), {})[stack] = None
@@ -452,11 +465,11 @@ class Grammar:
     def _with_register(self, may_end: bool, configs: tuple) -> tuple[tuple, bool, int, int]:
         """(configurations, of which one has REGISTER in place of its count; whether that count is kept, what is added; from which one it accepts)."""
         counted = [config for config in configs if config[2]]
-        chosen = min(counted, key=lambda c: (c[3] >= 0, -self._loops[c[2]][2], c)) if counted else None
+        if not counted:
+            return configs, False, 0, 0 if may_end else INF
+        chosen = min(counted, key=lambda c: (c[3] >= 0, -self._loops[c[2]][2], c))
         rest = [config for config in configs if config != chosen]
         accept_from = 0 if may_end or any(self._ends_after(c) for c in rest if self._between(c[0], c[2], c[3])) else INF
-        if chosen is None:
-            return configs, False, 0, accept_from
         between, low, _ = self._loops[chosen[2]]
         if accept_from and chosen[0] == between and self._ends_after(chosen):
             accept_from = low
@@ -526,6 +539,9 @@ class Grammar:
         found = self._joined.get(key)
         if found is None:
             both = self._values[a] + self._values[b]
+            if len(both) == 2 and both[0][:2] == both[1][:2]:       # as most are
+                found = self._joined[key] = self._value(((*both[0][:2], self._union(both[0][2], both[1][2])),))
+                return found
             cuts = sorted({low for low, _, _ in both} | {high + 1 for _, high, _ in both})
             lines: list[tuple[int, int, int]] = []
             for low, above in zip(cuts, cuts[1:]):
@@ -548,6 +564,24 @@ class Grammar:
         while len(left) > 1:
             left = [self._join(*left[i : i + 2]) if i + 1 < len(left) else left[i] for i in range(0, len(left), 2)]
         return left[0] if left else 0
+
+    def _take(self, readings: list[tuple[int, int]]) -> None:
+        """The next lines of the tables: of each (state of the automaton, stack) one that always leads to this reading alone."""
+        self._check_states(len(readings))
+        tables, ids, states, new = self.tables, self._state_ids, [], self.tables.states.size
+        for q, stack in readings:
+            configs = (q, stack, 0, 0),
+            key = INF, configs
+            state = ids.get(key)
+            if state is None:
+                state = ids[key] = new
+                self._configs[new] = configs
+                new += 1
+            states.append(state)
+        tables.add_states(new - tables.states.size, INF)
+        tables.lines.more(len(states), 2, states)
+        self._places += 2 * len(states)
+        self._check_size()
 
     def _values_of(self, readings: list[tuple[int, int]]) -> list[int]:
         """Of each (state of the automaton, stack) the value that always leads to this reading alone. Rows of new text are made of these."""
@@ -582,7 +616,7 @@ class Grammar:
             raise GrammarError(f"the grammar needs more than {MAX_GRAMMAR_STATES} states", "grammar")
 
     def _check_size(self) -> None:
-        if self.places > MAX_PLACES:
+        if self._places + self._stacks.places > MAX_PLACES or self.closing and self.places > MAX_PLACES:
             raise GrammarError(f"the grammar is too ambiguous: its states hold more than {MAX_PLACES} places in its rules", "grammar")
         if self.tables.nbytes > MAX_TABLE_BYTES:
             raise GrammarError(f"the grammars need more than {MAX_TABLE_BYTES >> 20} MiB", "grammar")

@@ -144,11 +144,16 @@ void nano_row_exits(RowWalk* w, int place, int x, const uint64_t* members, const
     end_at(*w, place, {members, ranks, begun, nodes, counts, n, more}, x);
 }
 
-// As far as it goes; last: then what was found
+// As far as it goes; last: then what was found, and its values, unless something was left out
 int nano_row_follow(RowWalk* w, int last) {
-    const int how = follow_readings(*w);
-    return how == FOLLOWED && last ? gather(*w) : how;
+    int how = follow_readings(*w);
+    if (how == FOLLOWED && last) how = gather(*w);
+    return how != FOLLOWED || !last ? how : w->num_left ? LEFT_OUT : settle(*w);
 }
+
+int nano_row_settle(RowWalk* w) { return settle(*w); }
+int nano_row_values(RowWalk* w) { return write_values(*w); }
+void nano_row_known(RowWalk* w, const void* before, int64_t size) { move_known(*w, (const Known*)before, size); }
 
 void nano_row_forget(RowWalk* w) { forget(*w); }
 

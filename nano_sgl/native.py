@@ -100,9 +100,9 @@ class RowWalk(ctypes.Structure):
     """Readings that are followed from piece to piece, for rows.py; see cpu/row.h."""
 
     _fields_ = [*((name, _P) for name in ("walk", "places", "firsts", "map", "readings", "head", "differs", "different", "left", "tokens",
-                                          "groups", "pairs", "leaves")),
+                                          "groups", "pairs", "leaves", "vec", "known", "values", "lines", "fresh", "asked")),
                 *((name, _I) for name in ("room", "at", "size", "work", "full", "num_different", "num_left", "leaves_out", "num_tokens", "num_pairs",
-                                          "num_leaves", "unknown"))]
+                                          "num_leaves", "unknown", "known_size", "num_known", "first_line", "num_fresh", "num_asked", "num_joined"))]
 
 
 FUNCTIONS = {
@@ -124,13 +124,14 @@ FUNCTIONS = {
     "nano_row_begin": [ctypes.POINTER(RowWalk)] + [_C] * 4,
     "nano_row_exits": [ctypes.POINTER(RowWalk), _C, _C, *[_P] * 5, _I, _I],
     "nano_row_follow": [ctypes.POINTER(RowWalk), _C],
-    "nano_row_forget": [ctypes.POINTER(RowWalk)],
+    **dict.fromkeys(("nano_row_settle", "nano_row_values", "nano_row_forget"), [ctypes.POINTER(RowWalk)]),
+    "nano_row_known": [ctypes.POINTER(RowWalk), _P, _I],
     "nano_mask": [ctypes.POINTER(Grammars), _P, _I, _P, _P, _I, _C],
     "nano_silu_mul": [_P] * 2 + [_I] * 3 + [_C, _C],
 }
 
 
-COUNTING = ("nano_look_up", "nano_trie_walk", "nano_join_maps", "nano_row_follow")     # what returns a number
+COUNTING = ("nano_look_up", "nano_trie_walk", "nano_join_maps", "nano_row_follow", "nano_row_settle", "nano_row_values")     # what returns a number
 
 
 class BuildError(RuntimeError):
@@ -243,7 +244,7 @@ class TrieWalker:
     """automaton.py's and rows.py's walks of a vocabulary, by C++. One walk at a time: whoever begins one holds `lock` until it has the result."""
 
     BEGIN, SPREAD, EXPAND, NO_ROOM, TOO_MANY = 0, 3, 1, 2, 3        # as in cpu/trie.h
-    FOLLOWED, END_PLACE, TOO_LONG = 0, 2, 3                         # as in cpu/row.h
+    FOLLOWED, END_PLACE, TOO_LONG, LEFT_OUT, ASK_LINES, MORE_KNOWN = 0, 2, 3, 4, 5, 6      # as in cpu/row.h
     READINGS, NARROW = 1 << 18, 1 << 12         # readings of a row, and from the root
     SPARE = 48                                  # maps for which there is memory from the beginning
 
@@ -276,7 +277,8 @@ class TrieWalker:
         self._row, room = RowWalk(walk=ctypes.addressof(self._walk)), self.READINGS
         self._found = dict(readings=np.empty((room, 7), np.int32), head=np.full(nodes, -1, np.int32), differs=np.zeros(nodes, np.uint8),
                            different=np.empty(nodes, np.int32), left=np.empty((64, 4), np.int32), leaves=np.empty((room, 4), np.int32),
-                           pairs=np.empty(room, np.int64), tokens=np.empty(room, np.int32), groups=np.empty(room, np.int32))
+                           pairs=np.empty(room, np.int64), fresh=np.empty((room, 2), np.int32),
+                           **{name: np.empty(room, np.int32) for name in ("tokens", "groups", "values", "lines", "asked")})
         for name, array in self._found.items():
             setattr(self._row, name, array.ctypes.data)
 
@@ -364,31 +366,43 @@ class TrieWalker:
         return (classes, self._sizes[: walk.num_classes + 1].astype(np.int64), self._keys[: walk.num_classes].tolist(), self._exits.copy(), counts,
                 walk.num_exits, walk.most, self._sources.copy() if walk.num_starts > 1 else None)
 
-    def read(self, seeds: list[tuple[int, int, int, bool, int]], exits: list[tuple[int, object, int]], base: np.ndarray | None, automaton, places,
-             leaves_out: bool) -> tuple[np.ndarray, np.ndarray, list[list[int]], list[list[int]], list[list[int]]] | int | None:
-        """Which tokens end in which readings. seeds (state, place, x, whether it may be long, beside): from the root on, all (SOLE), or only what
-        differs from the state `beside`, whose template `base` has. exits (place, automaton.NodeSet, x): from where pieces end. base int16 [V]:
-        a class of each token, told apart too. automaton: an automaton.Automaton; places: a rows.Places.
+    def read(self, seeds: list[tuple[int, int, int, bool, int]], exits: list[tuple[int, object, int]], base: np.ndarray | None,
+             vec: np.ndarray | list[tuple] | None, builder) -> tuple[np.ndarray | None, np.ndarray, np.ndarray, list[int], list] | int | None:
+        """Which tokens end in which readings, and the values of these. seeds (state, place, x, whether it may be long, beside): from the root on, all
+        (SOLE), or only what differs from the state `beside`, whose template `base` has. exits (place, automaton.NodeSet, x): from where pieces end.
+        base int16 [V]: a class of each token, told apart too; vec: of each class whether it has a value, int32, or of each but the first the leaf
+        that it is. builder: a rows.RowBuilder, which is asked for what is not known.
 
-        (tokens int32, ascending; the group of each; of each group a group before it, or ~class, << 32 | a leaf; of each leaf place, state, begun, x;
-        with `leaves_out`, what should come from templates, and is left out: node, state, place, x). ~(class + INSTEAD): nothing of the class holds.
-        Of more than a row should have: the index of the seed that leads to them, or None."""
+        (vec, of leaves their lines; tokens int32, ascending; the value of each, or ~group; of each group, if there is one, a group before it, or
+        ~class, << 32 | a leaf; of each leaf place, state, begun, x). ~(class + INSTEAD): nothing of the class holds. Of more than a row should have:
+        the index of the seed that leads to them, or None; -1: what was left out is new."""
         with self.lock:
-            self._row.leaves_out = leaves_out
+            places, row = builder.places, self._row
+            row.leaves_out, row.num_known = builder.leaves_out, places.num_known
             try:
-                return self._read(seeds, exits, base, automaton, places)
+                if isinstance(vec, list):
+                    vec = self._lines_of(vec, builder, places)
+                self._look(builder.automaton, places)
+                row.first_line = builder.tables.lines.size
+                return self._read(seeds, exits, base, vec, builder, places)
+            except BaseException:
+                row.num_known = places.forget()     # it may name lines that were never written
+                raise
             finally:
-                self._library.nano_row_forget(self._row)
+                places.num_known = row.num_known
+                self._library.nano_row_forget(row)
 
-    def _read(self, seeds, exits, base, automaton, places) -> tuple | int | None:
-        row, last = self._row, len(seeds) - 1 if not exits else -1
-        row.map = None if base is None else base.ctypes.data
+    def _read(self, seeds, exits, base, vec, builder, places) -> tuple | int | None:
+        row, automaton, last = self._row, builder.automaton, len(seeds) - 1 if not exits else -1
+        row.map, row.vec = (None, None) if base is None else (base.ctypes.data, vec.ctypes.data)
+        how = self.FOLLOWED
         for i, (state, place, x, is_long, beside) in enumerate(seeds):
             automaton.expand(state)
             self._look(automaton, places)
             row.room = self.READINGS if is_long else min(row.size + self.NARROW, self.READINGS)
             self._library.nano_row_begin(row, state, place, x, beside)
-            if not self._follow(automaton, places, i == last):
+            how = self._follow(automaton, places, i == last)
+            if how == self.TOO_LONG:
                 return None if is_long else i
         row.room = self.READINGS
         for place, ends, x in exits:
@@ -397,26 +411,62 @@ class TrieWalker:
             ranks, begun, more = ends.counts or (None, None, 0)
             nodes, counts = (ends.nodes, ends.count) if ends.members is None else (None, None)
             self._library.nano_row_exits(row, place, x, *map(_address, (ends.members, ranks, begun, nodes, counts)), ends.size, more)
-        if last < 0 and not self._follow(automaton, places, True):
-            return None
-        found, n, pairs = self._found, row.num_tokens, row.num_pairs
-        return (found["tokens"][:n].copy(), found["groups"][:n].copy(), found["pairs"][:pairs].tolist(), found["leaves"][: row.num_leaves].tolist(),
-                found["left"][: row.num_left].tolist())
+        if last < 0:
+            how = self._follow(automaton, places, True)
+            if how == self.TOO_LONG:
+                return None
+        found = self._found
+        if how == self.LEFT_OUT:
+            if builder.leave(found["left"][: row.num_left].tolist()):
+                return -1
+            how = self._library.nano_row_settle(row)
+        self._settle(how, builder, places)
+        n, joined = row.num_tokens, row.num_joined
+        return (vec, found["tokens"][:n].copy(), found["values"][:n].copy(), found["pairs"][: row.num_pairs].tolist() if joined else [],
+                found["leaves"][: row.num_leaves].tolist() if joined else [])
 
-    def _follow(self, automaton, places, last: bool) -> bool:
+    def _follow(self, automaton, places, last: bool) -> int:
         row = self._row
         while how := self._library.nano_row_follow(row, last):
-            if how == self.TOO_LONG:
-                return False
+            if how > self.END_PLACE:
+                return how
             automaton.expand(row.unknown) if how == self.EXPAND else places.end(row.unknown)
             self._look(automaton, places)
-        return True
+        return how
+
+    def _settle(self, how: int, builder, places) -> None:
+        """What the values lead to, that are new."""
+        row, found = self._row, self._found
+        while how == self.MORE_KNOWN:
+            self._held["before"] = before = places.known
+            places.known = np.full((2 * len(before), 4), -1, np.int32)
+            self._look(builder.automaton, places)
+            self._library.nano_row_known(row, before.ctypes.data, len(before))
+            how = self._library.nano_row_settle(row)
+        if row.num_fresh:
+            builder.take(found["fresh"][: row.num_fresh].tolist())
+        if how == self.ASK_LINES:
+            asked = found["asked"][: row.num_asked]
+            found["lines"][asked] = builder.lines(found["leaves"][asked].tolist())
+            self._library.nano_row_values(row)
+
+    def _lines_of(self, leaves: list[tuple], builder, places) -> np.ndarray:
+        """0, and the lines of leaves: as if each were a token's."""
+        row, found, n = self._row, self._found, len(leaves)
+        self._look(builder.automaton, places)
+        found["leaves"][:n], found["pairs"][:n], found["groups"][:n] = leaves, np.arange(-1 << 32, n - (1 << 32)), np.arange(n)
+        row.num_leaves, row.num_tokens, row.num_pairs, row.vec, row.first_line = n, n, n, None, builder.tables.lines.size
+        self._settle(self._library.nano_row_settle(row), builder, places)
+        return np.concatenate([[0], found["lines"][:n]], dtype=np.int32)
 
     def _look(self, automaton, places) -> None:
         self._see(automaton.delta, automaton._flags)
         if self._held.get("places") is not places.table or self._held.get("firsts") is not places.firsts:
             self._held["places"], self._held["firsts"] = places.table, places.firsts
             self._row.places, self._row.firsts = places.table.ctypes.data, places.firsts.ctypes.data
+        if self._held.get("known") is not places.known:
+            self._held["known"] = places.known
+            self._row.known, self._row.known_size = places.known.ctypes.data, len(places.known)
 
     def join(self, a: np.ndarray, b: np.ndarray, classes_a: int, classes_b: int) -> tuple[np.ndarray, np.ndarray, list[int]] | None:
         """Two maps int16 [V] as one: (the class of each token, the classes' sizes, a * classes_b + b of each; the first is 0). None: too many."""

@@ -219,7 +219,8 @@ class Nodes:
                 arcs: list[tuple[int, int]] = []
                 for i, part in enumerate(parts, start=1):
                     if self.keys[part][0] == "byte":            # as most do
-                        rest = parts[i] if i + 1 == len(parts) else self._ids.get(("cat", *parts[i:])) or self._cat(parts[i:])
+                        left = len(parts) - i
+                        rest = (EMPTY if not left else parts[i]) if left < 2 else self._ids.get(("cat", *parts[i:])) or self._cat(parts[i:])
                         arcs.append((self.keys[part][1], rest))
                         break
                     rest = parts[i] if i + 1 == len(parts) else self.cat(parts[i:])

@@ -11,9 +11,10 @@ Names. As in waves.py: places, leaves, x. The *root* is that of the vocabulary's
 goes on. A piece is *wide* if many tokens are inside of it: then its template (automaton.py) is taken, as a map.
 
 How. Pieces that begin with many bytes are asked at once whether they are wide (`_is_wide`). Narrow ones, and all that comes behind pieces, are
-followed down the tree by C++ (cpu/row.h), reading by reading, and come back as groups of tokens with the same readings: Python looks at each group
-once. What is found on the way may ask to begin anew: a piece turns out to be wide (`_learn`), or what comes behind the beginning of tokens is so much
-that it should be a template, too (`_leave`). Each is asked once, so it ends.
+followed down the tree by C++ (cpu/row.h), reading by reading, and come back as groups of tokens with the same readings. Most groups are one reading:
+what the tables say of that is known there, too, and Python is told of new ones (`take`, `lines`); those of several it joins, each once. What is found
+on the way may ask to begin anew: a piece turns out to be wide (`_learn`), or what comes behind the beginning of tokens is so much that it should be a
+template, too (`leave`). Each is asked once, so it ends.
 
 Beside. A state in a key that is none of an object's own differs from the state that most bytes lead to (Automaton.beside) in the few texts that
 lead to a declared key: its row takes that one's map, and is followed only where they differ.
@@ -35,6 +36,8 @@ from .vocab import Vocab
 
 SOLE, INSTEAD = -2, 1 << 20     # as in cpu/row.h
 BROAD = 16                      # bytes on which a state moves on
+SAME = -1                       # in place of a line: as the class has it
+NO_CLASSES = np.zeros(1, np.int32)
 
 
 class RowBuilder(waves.WaveBuilder):
@@ -47,25 +50,32 @@ class RowBuilder(waves.WaveBuilder):
 
     def _by_reading(self, walker) -> Row | None:
         """By C++; None if the readings are too many, or too many are wide."""
-        begin, places = self._beginnings(), self.grammar._below_pieces
+        begin, self.places = self._beginnings(), self.grammar._below_pieces
         self.below: dict[tuple, list] = {}          # (node, state, counted) -> (place, x), of what is much behind a token's beginning
-        leaves_out = True
+        self.leaves_out = True
         while True:
             seeds, exits, wide = self._sort(begin)
             if len(wide) > waves.MAX_JOINT:
                 return None
             if len(wide) + len(self.below) > waves.MAX_JOINT:
-                leaves_out, self.below = False, {}
+                self.leaves_out, self.below = False, {}
             wide |= self.below
-            self.dense = [self._take_template(*piece, same, exits, seeds, len(wide) == 1) for piece, same in wide.items()]
-            which, vec = self._base() if wide else (0, [0])
-            found = walker.read(seeds, exits, self.tables.maps[which] if wide else None, self.automaton, places, leaves_out)
+            taken = [self._take_template(*piece, same, exits, seeds, len(wide) == 1) for piece, same in wide.items()]
+            self.classes = taken[0][1][0] if len(taken) == 1 and len(taken[0][1]) == 1 else None
+            if self.classes is not None:            # as most are: of each class but the first a leaf
+                (which, _), self.values = self.grammar.shared.map_of([taken[0][0]]), [None] * (1 + len(self.classes))
+                self.values[0], vec = 0, self.classes
+            else:
+                self.dense = [(template, self._join_leaves(leaves)) for template, leaves in taken]
+                which, self.values = self._base() if wide else (0, [0])
+                vec = np.array(self.values, np.int32) if wide else None
+            found = walker.read(seeds, exits, self.tables.maps[which] if wide else None, vec, self)
             if found is None:
                 return None
-            if isinstance(found, int):
+            if not isinstance(found, int):
+                return self._gather(which, *found)
+            if found >= 0:
                 self._learn(*seeds[found])
-            elif not self._leave(found[4]):
-                return self._gather(which, vec, *found[:4])
 
     def _sort(self, begin: list[tuple[tuple, int]]) -> tuple[list, list, dict]:
         """(what is followed from the root, as `TrieWalker.read` has it; no exits yet; wide pieces: (node, state, counted) -> (place, x))."""
@@ -103,7 +113,7 @@ class RowBuilder(waves.WaveBuilder):
             self.automaton.unlike(q)
         self.automaton.wide[q, counted] = self.automaton.template(q, self.automaton.root, counted).size > waves.DENSE
 
-    def _leave(self, left: list[list[int]]) -> bool:
+    def leave(self, left: list[list[int]]) -> bool:
         """Whether something was left out that is not in `below` yet."""
         fresh = False
         for node, q, place, x in left:
@@ -113,40 +123,74 @@ class RowBuilder(waves.WaveBuilder):
                 fresh = True
         return fresh
 
-    def _gather(self, which: int, vec: list[int], tokens: np.ndarray, groups: np.ndarray, pairs: list[int], leaves: list[list[int]]) -> Row:
-        """From a map, the value of each of its classes, and what `TrieWalker.read` has found."""
-        grammar, of_leaf = self.grammar, self._values(leaves)
-        used, values, changed = set(groups.tolist()), [0] * len(pairs), [False] * len(pairs)
-        for group in used:
+    def take(self, leaves: list[list[int]]) -> None:
+        """New leaves (place, state), each a reading alone, get the next lines of the tables."""
+        keys = self.places.keys
+        self.grammar._take([(q, keys[place][0]) for place, q in leaves])
+
+    def lines(self, leaves: list[list[int]]) -> list[int]:
+        """The lines of other leaves."""
+        return self.grammar._entries_of([self._value(*leaf) for leaf in leaves])
+
+    def _gather(self, which: int, vec: np.ndarray | None, tokens: np.ndarray, lines: np.ndarray, pairs: list[int], leaves: list[list[int]]) -> Row:
+        """From a map, and what `TrieWalker.read` has found."""
+        if vec is None:
+            vec = NO_CLASSES
+        elif self.classes is None:
+            vec = np.array(self.grammar._entries_of(self.values), np.int32)
+        if pairs:
+            tokens, lines = self._join_groups(tokens, lines, pairs, leaves)
+        return self._bounded(which, vec, tokens, lines)
+
+    def _class_value(self, cls: int) -> int:
+        value = self.values[cls]
+        if value is None:
+            value = self.values[cls] = self._value(*self.classes[cls - 1])
+        return value
+
+    def _join_leaves(self, leaves: list[list[tuple]]) -> list[int]:
+        """The values of a template's classes, which may be several leaves each."""
+        values, *more = map(self._values, leaves)
+        for others in more:
+            values = list(map(self.grammar._join, values, others))
+        return values
+
+    def _join_groups(self, tokens: np.ndarray, lines: np.ndarray, pairs: list[int], leaves: list[list[int]]) -> tuple:
+        """What becomes of tokens in groups of several leaves, or beside a class that has a value: (tokens, lines), without those that are as their
+        class is."""
+        joined, found, of_leaf = np.flatnonzero(lines < 0), {}, {}
+        groups = (~lines[joined]).tolist()
+        for group in dict.fromkeys(groups):
             parts, at = [], group
             while at >= 0:                          # back to a class: what is joined on the way is nobody's
-                parts.append(of_leaf[pairs[at] & INDEX])
+                leaf = pairs[at] & INDEX
+                if leaf not in of_leaf:
+                    of_leaf[leaf] = self._value(*leaves[leaf])
+                parts.append(of_leaf[leaf])
                 at = pairs[at] >> 32
-            base = vec[~at % INSTEAD]
-            values[group] = grammar._join_all(parts if ~at >= INSTEAD else [base, *parts])
-            changed[group] = values[group] != base
-        if sum(changed) < len(used):
-            kept = np.array(changed)[groups]
-            tokens, groups = tokens[kept], groups[kept]
-        if tokens.size > waves.MAX_OVERRIDES:
-            return self._row(which, np.array(vec), tokens, np.array(values)[groups])
-        entries = grammar._entries_of([*vec, *values])
-        return Row(which, np.array(entries[: len(vec)], np.int32), tokens, np.array(entries[len(vec):], np.int32)[groups])
+            base = self._class_value(~at % INSTEAD)
+            value = self.grammar._join_all(parts if ~at >= INSTEAD else [base, *parts])
+            found[group] = value if value != base else SAME
+        known = dict(zip(found, self.grammar._entries_of([0 if value == SAME else value for value in found.values()])))
+        known.update((group, SAME) for group, value in found.items() if value == SAME)
+        lines[joined] = [known[group] for group in groups]
+        if SAME in known.values():
+            kept = lines != SAME
+            tokens, lines = tokens[kept], lines[kept]
+        return tokens, lines
 
     def _take_template(self, node: int, q: int, counted: bool, below: list[tuple[int, int]], exits: list, seeds: list,
-                       alone: bool) -> tuple[Template, list[int]]:
-        """What is inside of a wide piece, from a node on, with all (place, x) that may lie below it; where it may end are new `exits`. alone: it may
-        be the template of a state beside it, whose differences are new `seeds`."""
+                       alone: bool) -> tuple[Template, list[list[tuple]]]:
+        """What is inside of a wide piece, from a node on, and for each (place, x) that may lie below it the leaf of each class; where it may end are
+        new `exits`. alone: it may be the template of a state beside it, whose differences are new `seeds`."""
         beside = self.automaton.beside(q) if alone and not counted and not node else DEAD
-        template, known = self.automaton.template(q if beside == DEAD else beside, self.automaton.at(node), counted), None
+        template = self.automaton.template(q if beside == DEAD else beside, self.automaton.at(node), counted)
         for place, x in below:
-            values = self._values([(place, to, begun, x) for to, begun in template.classes])
-            known = values if known is None else list(map(self.grammar._join, known, values))
             if template.exits is not None:
                 exits.append((place, template.exits, x))
             if beside != DEAD:
                 seeds.append((q, place, x, False, beside))
-        return template, known
+        return template, [[(place, to, begun, x) for to, begun in template.classes] for place, x in below]
 
 
 class _Reader:
@@ -155,8 +199,8 @@ class _Reader:
     def __init__(self, vocab: Vocab):
         self.vocab = vocab
 
-    def read(self, seeds, exits, base, automaton, places, leaves_out) -> tuple:
-        tokens, groups, pairs, leaves = [], [], [], []
+    def read(self, seeds, exits, base, vec, builder) -> tuple:
+        automaton, places, tokens, groups, pairs, leaves = builder.automaton, builder.places, [], [], [], []
         for token, text in enumerate(self.vocab.tokens):
             now = {(q, place) for q, place, *_ in seeds if text}
             for i, byte in enumerate(text or b""):
@@ -174,7 +218,7 @@ class _Reader:
             if now:
                 tokens.append(token)
                 groups.append(group)
-        return np.array(tokens, np.int32), np.array(groups, np.int32), pairs, leaves, []
+        return vec, np.array(tokens, np.int32), ~np.array(groups, np.int32), pairs, leaves
 
 
 def _demo() -> None:

@@ -28,6 +28,7 @@ from .automaton import distinct
 from .rules import GrammarError
 from .vocab import Vocab
 
+INF = (1 << 31) - 1
 COUNT_SHIFT = 32                # a state is index | count << 32
 INDEX = (1 << COUNT_SHIFT) - 1
 MORE, KEEP, ADD_SHIFT = 1, 2, 2  # of a line's op: another line follows; the count is kept; what is added to it (or to 0)
@@ -43,10 +44,10 @@ class Row(NamedTuple):
 
 
 class Pool:
-    """An array that grows at its end. `array` is what is in use."""
+    """An array that grows at its end. `array` is what is in use; `empty` are the items of the room behind it."""
 
-    def __init__(self, *width: int, dtype=np.int32):
-        self._data, self.size = np.zeros((64, *width), dtype), 0
+    def __init__(self, *width: int, dtype=np.int32, empty: tuple | int = 0):
+        self._data, self.size, self._empty = np.full((64, *width), empty, dtype), 0, empty
 
     @property
     def array(self) -> np.ndarray:
@@ -57,13 +58,24 @@ class Pool:
         """With the room at its end: the same array until that is used up."""
         return self._data
 
+    def more(self, number: int, column: int, values: list[int] | int) -> int:
+        """So many items more, empty but for one column; where they begin."""
+        start, end = self.size, self.size + number
+        self._make_room(end)
+        self._data[start:end, column] = values
+        self.size = end                             # last: what is there is whole, for who reads without the lock
+        return start
+
+    def _make_room(self, size: int) -> None:
+        while size > len(self._data):
+            self._data = np.concatenate([self._data, np.full_like(self._data, self._empty)])
+
     def append(self, items: np.ndarray) -> int:
         """Where the items begin."""
-        start = self.size
-        while start + len(items) > len(self._data):
-            self._data = np.concatenate([self._data, np.zeros_like(self._data)])
-        self._data[start : start + len(items)] = items
-        self.size += len(items)
+        start, end = self.size, self.size + len(items)
+        self._make_room(end)
+        self._data[start:end] = items
+        self.size = end
         return start
 
     def append_one(self, item: tuple) -> int:
@@ -94,7 +106,7 @@ class Tables:
         self.maps = [np.zeros(vocab.size, np.int16)]
         self.class_sizes: list[np.ndarray] = [np.array([vocab.size])]
         self.vec, self.over_token, self.over_value = Pool(), Pool(), Pool()
-        self.lines, self.states = Pool(4), Pool(5)
+        self.lines, self.states = Pool(4, empty=(0, INF, 0, 0)), Pool(5, empty=(-1, 0, 0, 0, INF))
         self.chains, self.chain_tokens, self.chain_of = Pool(3), Pool(), {}     # of forced text: jump.py's
         self.few: dict[int, list[np.ndarray | None]] = {}       # of a state and of those along its chain: all that may come, if it is few. jump.py's
         self.habits: dict[int, list[float]] = {}    # how far the chain of a state is followed: constraint.py's
@@ -106,15 +118,13 @@ class Tables:
     @property
     def nbytes(self) -> int:
         """Bytes that a device copy needs."""
-        pools = (self.vec, self.over_token, self.over_value, self.lines, self.states)
-        return sum(pool.array.nbytes for pool in pools) + len(self.maps) * self.maps[0].nbytes
+        numbers = self.vec.size + self.over_token.size + self.over_value.size + 4 * self.lines.size + 5 * self.states.size
+        return 4 * numbers + 2 * len(self.maps) * self.vocab.size
 
     def add_states(self, number: int, accept_from: int) -> int:
         """The first of so many new states, without rows."""
         self.rows += [None] * number
-        if number == 1:
-            return self.states.append_one((-1, 0, 0, 0, accept_from))
-        return self.states.append(np.array([(-1, 0, 0, 0, accept_from)] * number))
+        return self.states.more(number, 4, accept_from)
 
     def add_map(self, classes: np.ndarray, sizes: np.ndarray | None = None) -> int:
         """`classes` by token, 0 for what is not allowed; `sizes`: how many tokens each has."""

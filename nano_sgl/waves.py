@@ -30,7 +30,7 @@ import numpy as np
 from .automaton import Automaton, NodeSet, Template, distinct, union
 from .nodes import COMPARED, DONE, Stacks
 from .rules import GrammarError
-from .tables import INDEX, Pool, Row, Tables
+from .tables import INDEX, INF, Pool, Row, Tables
 from .vocab import Vocab
 
 MAX_FOLLOWED = 3000             # readings followed for one row
@@ -38,16 +38,17 @@ MAX_TEMPLATE_BYTES = 96 << 20
 MAX_OVERRIDES = 4096            # of a row: one with more gets a map of its own
 DENSE = 768                     # tokens from which a template is worth a map
 MAX_JOINT = 3                   # templates in one map
-INF = (1 << 31) - 1
 REGISTER = -1                   # in place of a count: the number beside the state; -1 - k: k more than that
 
 
 class Places:
     """The places of one grammar, as numbers: `keys[place]` is (stack, loop, count), and `table` int32 [:, 6] says of each what cpu/row.h asks: where
-    in `firsts` (state, place) begins and ends what comes behind it (-1: not known yet), and how it counts."""
+    in `firsts` (state, place) begins and ends what comes behind it (-1: not known yet), and how it counts. `known`: the lines of `num_known` leaves,
+    for cpu/row.h alone."""
 
     def __init__(self, grammar):
         self.grammar, self.keys, self._ids = grammar, [], {}
+        self.known, self.num_known = np.full((64, 4), -1, np.int32), 0
         self._table, self._firsts = Pool(6), Pool(2)
         self.values: dict[tuple[int, int, int], int] = {}           # (place, state, begun) -> value, of leaves without x
 
@@ -70,6 +71,11 @@ class Places:
             row = (-1, 0, between, 0, high, 1) if count == REGISTER else (-1, 0, between, low - count, high - count, 0)
             self._table.append_one(row if loop else (-1, 0, -1, 0, 0, 0))
         return place
+
+    def forget(self) -> int:
+        """What is known of leaves; how many there are now."""
+        self.known[:, 0], self.num_known = -1, 0
+        return 0
 
     def end(self, place: int) -> None:
         """Find out what comes behind it."""
@@ -306,17 +312,21 @@ class WaveBuilder:
 
     def _row(self, which: int, vec: np.ndarray, tokens: np.ndarray, values: np.ndarray) -> Row:
         """vec: the value of each class; and those of tokens that have others."""
+        found, at = distinct(np.concatenate([vec, values]))
+        lines = np.array(self.grammar._entries_of(found), np.int32)[at]
+        return self._bounded(which, lines[: vec.size], tokens.astype(np.int32), lines[vec.size:])
+
+    def _bounded(self, which: int, vec: np.ndarray, tokens: np.ndarray, lines: np.ndarray) -> Row:
+        """The same from lines. Too many overrides become a map."""
         if tokens.size > MAX_OVERRIDES:
             whole = vec[self.tables.maps[which]]
-            whole[tokens] = values
+            whole[tokens] = lines
             found, classes = distinct(whole)
             if found[0] != 0:
                 found, classes = [0, *found], classes + 1
-            which, vec = self.tables.add_map(classes), np.array(found)
-            tokens, values = tokens[:0], values[:0]
-        found, at = distinct(np.concatenate([vec, values]))
-        entries = np.array(self.grammar._entries_of(found), np.int32)[at]
-        return Row(which, entries[: vec.size], tokens.astype(np.int32), entries[vec.size:])
+            which, vec = self.tables.add_map(classes), np.array(found, np.int32)
+            tokens, lines = tokens[:0], lines[:0]
+        return Row(which, vec, tokens, lines)
 
     def _overrides(self) -> tuple[np.ndarray, np.ndarray]:
         """(tokens, sorted and each once; their values)."""

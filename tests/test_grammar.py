@@ -1,5 +1,6 @@
 """The automaton over tokens, against Earley, `re` and brute force; and what it holds of memory and time."""
 
+import contextlib
 import itertools
 import json
 import os
@@ -20,6 +21,7 @@ from hypothesis import strategies as st
 from nano_sgl import automaton, grammar, native, nodes, waves, weights
 from nano_sgl.grammar import INDEX, Grammar
 from nano_sgl.rules import EMPTY, NEVER, Byte, Cat, Expr, GrammarError, Or, Ref, Repeat, Rules
+from nano_sgl.tables import MORE
 from nano_sgl.vocab import Vocab
 
 CASES = Path(os.environ.get("NANO_SGL_CASES", "nowhere"))
@@ -417,6 +419,35 @@ FUZZ = {
     "rules in rules": lambda: {f"r{i}": Or((Cat((a, Ref(f"r{i + 1}"), Repeat(b, 0, 3))), byte("b"))) for i in range(3000)} | {"r3000": a},
     "deep": lambda: {"r0": Or((b, Cat((a, Ref("r0"), b))))},
 }
+
+
+def test_rows_of_several_grammars_in_turns(demo, monkeypatch):
+    """What is known of one grammar's leaves is not another's, whichever was looked at last, and one that gave up forgets what it had begun."""
+    _, shared = demo
+    alone = with_walker(Vocab(shared.tokens, shared.end_ids), False)
+    asked = [r'"[^"]*"', r'(\w+ ?)*', r'(name|number|[a-z]{3,9})(, (ten|twenty|[0-9]+)){0,6}', r'.*', r'([a-f]+|[g-z]+ )*\.']
+    texts = ['"so it goes', "one two three", "number, twenty, 12, ten", "any text at all", "abcxyz abc."]
+    made = [[grammar.compile("regex", text, words) for text in asked] for words in (shared, alone)]
+    states = [[each.start for each in some] for some in made]
+    for i in range(max(map(len, texts))):
+        for k, text in enumerate(texts):
+            if i < len(text) and i % len(texts) != k:
+                ours, plain = made[0][k], made[1][k]
+                if i == 7:
+                    monkeypatch.setattr(grammar, "MAX_GRAMMAR_STATES", 0)
+                    with contextlib.suppress(GrammarError):
+                        ours.row(states[0][k])
+                    monkeypatch.undo()
+                assert (ours.mask(states[0][k]) == plain.mask(states[1][k])).all(), text[:i]
+                row, lines = ours.row(states[0][k]), shared.shared.tables.lines.array
+                for value in {*row.vec.tolist(), *row.over_values.tolist()} - {0}:
+                    while True:
+                        assert ours.has(int(lines[value, 2])), "a state of another grammar"
+                        if not lines[value, 3] & MORE:
+                            break
+                        value += 1
+            if i < len(text):
+                states[0][k], states[1][k] = (each[k].step_bytes(at[k], text[i].encode()) for each, at in zip(made, states))
 
 
 @pytest.mark.parametrize("native_walks", [True, False])

@@ -23,6 +23,9 @@ constexpr int64_t WORK = 10'000'000;            // comparisons and looks at node
 // counts has a state `between` two characters (else it is -1), where it may end after `least` to `most` more. own: its count is that of the row.
 struct Ending { int32_t after, end, between, least, most, own; };
 
+// A leaf that holds always, and the first line of its value in the tables. place: -1 where there is none.
+struct Known { int32_t place, state, begun, line; };
+
 // rows.py's struct
 struct RowWalk {
     const Walk* walk;                           // the tree, and the automaton
@@ -37,11 +40,16 @@ struct RowWalk {
     int32_t *tokens, *groups;                   // the result: tokens ascending, and the group of each,
     int64_t* pairs;                             // a group is (a group before it, or ~class, or ~(class + INSTEAD)) << 32 | leaf,
     int32_t* leaves;                            // a leaf is (place, state, begun, x)
+    const int32_t* vec;                         // of each class, whether it leads anywhere; null: none does
+    Known* known;                               // of the grammar's leaves, `known_size` of them, a power of two
+    int32_t *values, *lines;                    // of each token; of each leaf: the first line in the tables, -1
+    int32_t *fresh, *asked;                     // (place, state) of leaves, and numbers of leaves: see `settle`
     // work: what was done so far. full: there was no room for a reading, or no time. leaves_out: whether there is such a thing as `left`
     int64_t room, at, size, work, full, num_different, num_left, leaves_out, num_tokens, num_pairs, num_leaves, unknown;
+    int64_t known_size, num_known, first_line, num_fresh, num_asked, num_joined;
 };
 
-enum { FOLLOWED, EXPAND_STATE, END_PLACE, TOO_LONG };   // what `follow_readings` returns
+enum { FOLLOWED, EXPAND_STATE, END_PLACE, TOO_LONG, LEFT_OUT, ASK_LINES, MORE_KNOWN };  // what `follow_readings` returns, and `settle`
 
 void forget(RowWalk& w) {
     for (int64_t i = 0; i < w.size; i++) w.head[w.readings[i].node] = -1;
@@ -201,6 +209,75 @@ int gather(RowWalk& w) {
     }
     w.num_leaves = leaf_of.size, w.num_pairs = pair_of.size;
     return FOLLOWED;
+}
+
+// Where a leaf is among those that are known, or would be.
+Known* known_of(RowWalk& w, const Leaf& leaf) {
+    const int64_t most = w.known_size - 1;
+    int64_t at = hash_of({leaf.place, leaf.state, leaf.begun, -1}) * 0x9E3779B97F4A7C15u >> 32 & most;
+    for (; w.known[at].place >= 0; at = (at + 1) & most)
+        if (w.known[at].place == leaf.place && w.known[at].state == leaf.state && w.known[at].begun == leaf.begun) break;
+    return w.known + at;
+}
+
+// Whether a group is one leaf and nothing else: its value is the leaf's. All others are joined by Python.
+bool is_alone(const RowWalk& w, int64_t pair) {
+    const int64_t before = pair >> 32;
+    return before < 0 && (~before >= INSTEAD || !w.vec || !w.vec[~before]);
+}
+
+// The value of each token: a line, or ~group.
+int write_values(RowWalk& w) {
+    for (int64_t i = 0; i < w.num_asked; i++) {
+        const Leaf leaf = ((const Leaf*)w.leaves)[w.asked[i]];
+        if (leaf.x >= 0) continue;
+        Known* at = known_of(w, leaf);
+        w.num_known += at->place < 0;
+        *at = {leaf.place, leaf.state, leaf.begun, w.lines[w.asked[i]]};
+    }
+    int64_t kept = 0;
+    w.num_joined = 0;
+    for (int64_t i = 0; i < w.num_tokens; i++) {
+        const int64_t pair = w.pairs[w.groups[i]];
+        int32_t value = is_alone(w, pair) ? w.lines[(int32_t)pair] : ~w.groups[i];
+        if (!value && (!w.vec || !w.vec[~(pair >> 32) % INSTEAD])) continue;      // it leads nowhere, as if it were not here
+        if (!value) value = ~w.groups[i];
+        w.num_joined += value < 0;
+        w.tokens[kept] = w.tokens[i], w.values[kept++] = value;
+    }
+    w.num_tokens = kept;
+    return FOLLOWED;
+}
+
+// The lines of all leaves that are values by themselves. New ones that are plain, readings that go on in a piece without a count, get the next lines
+// of the tables, from `first_line` on, and are `fresh`: whoever called appends them. Others are `asked` for: ASK_LINES, then `write_values`.
+int settle(RowWalk& w) {
+    if (2 * (w.num_known + w.num_leaves) > w.known_size) return MORE_KNOWN;
+    std::fill(w.lines, w.lines + w.num_leaves, -1);
+    w.num_fresh = w.num_asked = 0;
+    for (int64_t i = 0; i < w.num_tokens; i++) {
+        const int64_t pair = w.pairs[w.groups[i]];
+        const int32_t number = (int32_t)pair;
+        if (!is_alone(w, pair) || w.lines[number] >= 0) continue;
+        const Leaf leaf = ((const Leaf*)w.leaves)[number];
+        Known* at = leaf.x < 0 ? known_of(w, leaf) : nullptr;
+        if (at && at->place >= 0) {
+            w.lines[number] = at->line;
+        } else if (at && w.places[leaf.place].between < 0 && !w.walk->accepts[leaf.state]) {
+            w.lines[number] = w.first_line + w.num_fresh;
+            *at = {leaf.place, leaf.state, leaf.begun, w.lines[number]};
+            w.fresh[2 * w.num_fresh] = leaf.place, w.fresh[2 * w.num_fresh++ + 1] = leaf.state, w.num_known++;
+        } else {
+            w.lines[number] = 0, w.asked[w.num_asked++] = number;
+        }
+    }
+    return w.num_asked ? ASK_LINES : write_values(w);
+}
+
+// What is known, with more room.
+void move_known(RowWalk& w, const Known* before, int64_t size) {
+    for (int64_t i = 0; i < size; i++)
+        if (before[i].place >= 0) *known_of(w, {before[i].place, before[i].state, before[i].begun, -1}) = before[i];
 }
 
 }  // namespace
