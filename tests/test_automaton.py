@@ -2,6 +2,7 @@
 
 import itertools
 import random
+import re
 from pathlib import Path
 
 import numpy as np
@@ -161,6 +162,8 @@ def test_maps_are_joined_and_keys_numbered():
 
 
 def test_constants_that_python_and_cpp_share():
-    source = (Path(native.__file__).parent / "cpu" / "row.h").read_text()
-    assert f"SOLE = {rows.SOLE};" in source and f"INSTEAD = 1 << {rows.INSTEAD.bit_length() - 1};" in source
-    assert "LEFT = 64;" in source and native.TrieWalker.END_PLACE == 2 and native.TrieWalker.MORE_KNOWN == 6
+    row, trie = ((Path(native.__file__).parent / "cpu" / name).read_text() for name in ("row.h", "trie.h"))
+    assert f"SOLE = {rows.SOLE};" in row and f"INSTEAD = 1 << {rows.INSTEAD.bit_length() - 1};" in row and "LEFT = 64;" in row
+    values = {name: i for names in re.findall(r"^enum \{ ([\w, ]+) \};", row + trie, re.M) for i, name in enumerate(names.split(", "))}
+    ours = ("BEGIN", "SPREAD", "EXPAND", "NO_ROOM", "TOO_MANY", "FOLLOWED", "END_PLACE", "TOO_LONG", "LEFT_OUT", "ASK_LINES", "MORE_KNOWN")
+    assert {name: getattr(native.TrieWalker, name) for name in ours} == {name: values[name] for name in ours}
