@@ -78,7 +78,8 @@ def tiles_for(head_dim: int, group: int, arch: str | None = None) -> tuple[int, 
     """Query rows (tokens x group) that a program of _attend_kernel may have, ascending; at least one token must fit."""
     if found := TILES.get((current_arch() if arch is None else arch, head_dim, group)):
         return found
-    tiles = tuple(tile for tile in (16, 64, 128) if tile >= group and (tile < 128 or head_dim <= 64))
+    sizes = (16, 64, 128) if head_dim <= 64 else (16, 64) if head_dim <= 128 else (16, 32)  # a tile's sums are head_dim registers a row
+    tiles = tuple(tile for tile in sizes if tile >= group)
     return tiles or (max(pow2(group), 16),)
 
 
