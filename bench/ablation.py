@@ -142,7 +142,7 @@ def refit(engine: Engine, slots: int, order: str = "lpm", cache: bool = True) ->
     if slots > POOL:
         raise ValueError(f"a KV budget of {slots} slots was asked for, the engine has {POOL}: take a smaller --pool or fewer --words")
     old = engine.scheduler
-    engine.rows = Rows(ROWS, min(engine.context_len, slots), engine.device)
+    engine.rows = engine.runner.rows = Rows(ROWS, min(engine.context_len, slots), engine.device)
     engine.scheduler = Scheduler(tree=Tree(1), slots=SlotAllocator(slots, 1), rows=engine.rows, token_budget=old.token_budget, max_running=ROWS,
                                  context_len=engine.context_len, schedule_policy=order, cache=cache)
 

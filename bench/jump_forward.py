@@ -373,7 +373,7 @@ def make(model: str, dtype: str, modes: Sequence[str]) -> dict[str, Engine]:
     """Engines with one model: where its weights lie in memory makes some 6% of a step, more than what is to be seen."""
     engines = {mode: Engine(EngineConfig(model, dtype=dtype, max_total_tokens=32_768, jump_forward=mode)) for mode in modes}
     for engine in engines.values():
-        engine.model = engines[modes[0]].model
+        engine.model = engine.runner.model = engines[modes[0]].model
     return engines
 
 

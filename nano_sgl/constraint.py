@@ -275,7 +275,8 @@ class Constraints:
     # ---- for a step
 
     @staticmethod
-    def sort(members: Sequence[tuple[Constraint | None, int]], settled: Collection[int] = (), pads: tuple[int, int] | None = None) -> list[SortedGroup]:
+    def sort(members: Sequence[tuple[Constraint | None, int]], settled: Collection[int] = (),
+             pads: tuple[int, int] | None = None) -> list[SortedGroup]:
         """The rows that sample, (constraint, places at which it samples) each, sorted by tables. settled: places that need no mask. pads: a row and a
         place of padding, which groups are filled up with to lengths that many have."""
         by_tables: dict[int, tuple[Grammar, list[int], list[int]]] = {}

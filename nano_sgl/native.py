@@ -274,7 +274,7 @@ class TrieWalker:
         self._library.nano_trie_prepare(self._walk)
         self.preorder = np.argsort(pre).astype(np.int32)
         self._make_room(4 * max(nodes, size) + 4096)
-        self._row, room = RowWalk(walk=ctypes.addressof(self._walk)), self.READINGS
+        self._row, room = RowWalk(walk=ctypes.addressof(self._walk)), max(self.READINGS, 1 << 15)     # a map may have as many classes
         self._found = dict(readings=np.empty((room, 7), np.int32), head=np.full(nodes, -1, np.int32), differs=np.zeros(nodes, np.uint8),
                            different=np.empty(nodes, np.int32), left=np.empty((64, 4), np.int32), leaves=np.empty((room, 4), np.int32),
                            pairs=np.empty(room, np.int64), fresh=np.empty((room, 2), np.int32),

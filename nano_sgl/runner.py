@@ -29,19 +29,20 @@ import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from types import SimpleNamespace
 
 import numpy as np
 import torch
 
 from . import attention, sampling, spec
 from .constraint import Constraint, Constraints, Group, SortedGroup, Walk, sort_places
-from .graphs import MAX_TOKENS, Graphs, bucket, run
+from .graphs import MAX_TOKENS, FakeGraph, Graphs, bucket, run
 from .jump import MAX_CHAIN
 from .masks import DeviceTables
-from .memory import KVPool, Packed, Rows
+from .memory import Batch, KVPool, Packed, Rows, Writes
 from .model import ForwardBatch, Model
+from .protocol import SamplingParams
 from .results import PromptPiece, Results, to_host
-from .scheduler import Batch
 
 HEAD_ROWS = 256             # prompt logprobs: hidden states per call of the head, so that logits stay small
 SLACK = 32                  # columns by which a work list looks ahead
@@ -299,7 +300,8 @@ class Runner:
         """Sample at every node of a step with guesses, and keep what was right: tokens and KV of the rows ([S] i64). Returns their lengths."""
         tree, table, nodes = guesses.tree, self.rows.table, torch.arange(guesses.tree.tokens.shape[1], device=self.device)
         sampled = self.sampler.sample(logits, guesses.positions + 1, params, walk and walk.mask(),
-                                      branch=guesses.branch() if params.penalised else None, guesses=guesses.next_of_chain() if self.rejects else None)
+                                      branch=guesses.branch() if params.penalised else None,
+                                      guesses=guesses.next_of_chain() if self.rejects else None)
         targets = torch.zeros_like(tree.tokens)
         targets[guesses.row, guesses.node] = sampled.tokens
         found = spec.verify(tree, targets, walk and walk.guesses())
@@ -368,3 +370,24 @@ def _cut(results: Results, rows: int, places: int) -> Results:
         return replace(part, **cut)
     return replace(results, sampled=first(results.sampled, places),
                    **{name: first(part, rows) for name in ("judged", "next", "walked") if (part := getattr(results, name)) is not None})
+
+
+def _demo() -> None:
+    """Steps of a few requests: how they are padded, and which of them one graph would serve."""
+    runner = Runner(None, None, Rows(8, 64, "cpu"), attention.ATTENTION["torch"](4, 2, 16), sampling.SamplingState(9, 100, "cpu"),
+                    SimpleNamespace(budgets=False, sort=Constraints.sort), None, device="cpu", context_len=60, page_size=1, end_ids=[0],
+                    rejects=False, graphs=Graphs(FakeGraph))
+    reqs = [SimpleNamespace(row=i + 1, params=SamplingParams(temperature=i % 2), prompt_len=4, in_flight=0) for i in range(6)]
+    frames: dict[tuple, int] = {}
+    for title, q_lens, at in (("3 rows decode", [1, 1, 1], 9), ("a token later", [1, 1, 1], 10), ("4 rows, one a prompt of 9", [1, 1, 1, 9], 11),
+                              ("2 of them are done", [1, 1], 20), ("3 rows again, further on", [1, 1, 1], 30), ("1 row, greedy", [1], 12)):
+        ints = lambda value, n=len(q_lens): np.full(n, value, np.int32)
+        batch = Batch(1, reqs[:len(q_lens)], np.arange(1, len(q_lens) + 1), ints(at), np.array(q_lens), ints(0), ints(0), ints(60), ints(0),
+                      ints(1) > 0, ints(1) > 0, ints(-1), [], [], Writes())
+        plan = runner.plan(batch, [None] * len(q_lens), [])
+        nth, work, width = frames.setdefault(plan.frame.key, len(frames) + 1), plan.frame.attention, len(plan.frame.sampling.rows)
+        print(f"{title:25} {sum(q_lens):2} tokens in {work.tokens:2}, {plan.samples[1]} places in {width}: frame {nth}")
+
+
+if __name__ == "__main__":
+    _demo()

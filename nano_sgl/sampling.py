@@ -133,8 +133,8 @@ class Sorted:
     @property
     def is_even(self) -> bool:
         """Whether all rows are treated alike."""
-        indices = [index for index in self._indices() if index is not None]
-        return self.bias is self.settled is None and all(isinstance(i, slice) for i in indices) and sum(len(blocks) > 0 for _, blocks in self.groups) == 1
+        one = len(self.groups) == 1 and self.bias is self.settled is None
+        return one and all(isinstance(index, slice) for index in self._indices() if index is not None)
 
     def _indices(self) -> list[HostIndex | None]:
         return [*(block for _, blocks in self.groups for block in blocks), *self.penalised, *self.repetition, self.logprobs]
@@ -149,8 +149,8 @@ class Sorted:
         there = iter(arrays)
         rows, indices = next(there), iter([next(there) if isinstance(index, np.ndarray) else index for index in self._indices()])
         take = lambda blocks: [next(indices) for _ in blocks]
-        groups, penalised, repetition, logprobs = [(work, take(b)) for work, b in self.groups], take(self.penalised), take(self.repetition), next(indices)
-        bias = None
+        groups, bias = [(work, take(blocks)) for work, blocks in self.groups], None
+        penalised, repetition, logprobs = take(self.penalised), take(self.repetition), next(indices)
         if self.bias is not None:
             at, tokens, bits, until = (next(there) for _ in range(4))
             bias = Bias(at, tokens, bits.to(torch.int32).view(torch.float32), until)

@@ -677,8 +677,8 @@ class Speculation:
 
     def step(self, nodes: int, arrays: Sequence[Tensor], tokens: Tensor, rows: Tensor, known: Tensor, columns: int,
              chains: tuple[Tensor, Tensor] | None = None) -> Step:
-        """The guesses of a step. nodes, arrays: `Drafts.nodes`, `.packed`; tokens [R, C]: of all rows; rows [S]; known [S]: tokens of each that are there, and
-        guesses at most, less than `columns`; chains: forced text behind those, (tokens [S, K] int64, how many [S] int64)."""
+        """The guesses of a step. nodes, arrays: `Drafts.nodes`, `.packed`; tokens [R, C]: of all rows; rows [S]; known [S]: tokens of each that are
+        there, and guesses at most, less than `columns`; chains: forced text behind those, (tokens [S, K] int64, how many [S] int64)."""
         at, row, node, counts, limits, *host = arrays
         base, most = known - 1 - counts, nodes - 1
         roots = tokens[rows, base].long()

@@ -51,7 +51,7 @@ class Vocab:
     `end` the range of `order` at and below the node, `own` how many of them are the node itself; `parent`; `byte` uint8, the last byte.
     `levels`: where each depth's nodes begin; `by_byte` int32 the nodes sorted by byte, those of byte b from `byte_starts[b]`; `node_of` int32 [V] the
     node of each token, the number of nodes for what is no text; `alphabet` the bytes that tokens have, as a mask, and `far` those that many begin
-    with. Nothing changes after construction. `lists` (child0, kids, first, end) and `byte_string` are for walks of a few steps, which arrays are slow at.
+    with. Nothing changes after construction. `lists` (child0, kids, first, end) and `byte_string` are for short walks, which arrays are slow at.
     """
 
     def __init__(self, tokens: Sequence[bytes | None], end_ids: Iterable[int] = ()):
