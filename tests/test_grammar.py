@@ -520,7 +520,7 @@ def test_a_deadline_ends_a_compilation(kind, text):
     began = time.thread_time()
     with pytest.raises(GrammarError, match="too long"):
         grammar.compile(kind, text.replace("[]", '"b"'), Vocab([b"a", b"0"]), deadline=time.monotonic() + 0.05)
-    assert time.thread_time() - began < 1
+    assert time.thread_time() - began < 3
 
 
 def test_a_compilation_lets_others_have_the_lock():
