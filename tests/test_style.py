@@ -23,9 +23,11 @@ LEVELS = {  # imports point down: a module may import those of lower levels that
     "jump": {"grammar", "rules", "vocab"}, "compiler": {"grammar", "jump", "rules", "vocab"},
     "llm": {"engine", "config", "protocol", "chat", "radix"},
     "reasoning": set(), "tools": {"protocol", "reasoning"}, "api": {"protocol", "chat", "reasoning", "tools"}, "process": {"protocol"}, "server": set(MODULES) - {"__init__", "__main__", "server"},
+    "ir": set(), "choices": set(), "api_speculation": {"ir"}, "interpreter": {"ir", "choices", "api_speculation"}, "endpoints": {"ir", "choices"},
+    "lang": {"ir", "choices", "api_speculation", "interpreter", "endpoints"},
     "__init__": set(), "__main__": {"config", "protocol", "radix"},
 }
-TORCH_FREE = ["protocol", "eviction", "waiting", "policies", "layout", "radix", "events", "text", "chat", "config", "api", "process", "server", "compiler", "json_text", "json_document", "json_members", "json_schema", "free_text", "structural_tag", "reasoning", "tools",
+TORCH_FREE = ["ir", "choices", "api_speculation", "interpreter", "endpoints", "lang", "protocol", "eviction", "waiting", "policies", "layout", "radix", "events", "text", "chat", "config", "api", "process", "server", "compiler", "json_text", "json_document", "json_members", "json_schema", "free_text", "structural_tag", "reasoning", "tools",
               "__main__"]
 MAX_LINE, MAX_FILE, MAX_FUNCTION = 150, 850, 80
 
