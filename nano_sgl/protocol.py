@@ -351,6 +351,16 @@ class Logprob(msgspec.Struct, array_like=True):
     top: list[tuple[int, float]] = []
 
 
+class Score(msgspec.Struct, kw_only=True):
+    """How likely the model finds a text behind a prefix (scoring.py)."""
+
+    text: str
+    tokens: list[Logprob]                 # those of the text, as they are behind the prefix
+    unconditional: list[Logprob] | None   # the same tokens without it, where that was asked
+    cached_tokens: int
+    prompt_tokens: int                    # prefix and text
+
+
 class Chunk(msgspec.Struct, kw_only=True, tag=True):
     """What one step added to one request (engine -> server). The last one has finish_reason."""
 
