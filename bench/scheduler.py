@@ -34,11 +34,12 @@ import ablation
 import numpy as np
 import workloads
 
-from nano_sgl.memory import Rows, SlotAllocator
+from nano_sgl.memory import Batch, Rows, SlotAllocator
 from nano_sgl.policies import POLICIES, Policy
 from nano_sgl.protocol import Request, SamplingParams
 from nano_sgl.radix import Match, Tree
-from nano_sgl.scheduler import Batch, Req, Scheduler
+from nano_sgl.req import Req
+from nano_sgl.scheduler import Scheduler
 from nano_sgl.waiting import Waiter
 
 VOCAB = 128_000

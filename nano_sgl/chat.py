@@ -21,6 +21,9 @@ and is a control token all the same is refused. No second BOS is added: the temp
 What counts as control: the special tokens, in every message; and in what users and tools say also the other added tokens that the
 template writes itself (some models mark roles with those). An assistant's `<think>` stays a token, as the model wrote it.
 
+A program that writes a conversation piece by piece, as text, needs to know what stands around a message: `roles` finds that by rendering a few
+made-up conversations, and believes it only where the pieces give what the template writes.
+
 Cost: one render and one encode; two patterns are searched in each message. Stops holding: filters and string methods of a hostile
 template can still build a large string between two looks at the clock; added tokens that demand word borders (`single_word`) are
 cut without them.
@@ -56,6 +59,11 @@ ROLES = ("system", "developer", "user", "assistant", "tool")  # developer: OpenA
 UNTRUSTED = ("user", "tool")                          # roles whose words come from outside
 RESERVED = ("messages", "tools", "documents", "chat_template", "add_generation_prompt", "continue_final_message")
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+# Of a model that has no chat template, or one that the pieces do not fit.
+PLAIN_ROLES: dict[str, tuple[str, str] | str] = {"system": ("SYSTEM:", "\n"), "user": ("USER:", "\n"), "assistant": ("ASSISTANT:", "\n"),
+                                                 "default_system": "", "source": "plain"}
 
 
 class CalledFunction(msgspec.Struct, forbid_unknown_fields=True):
@@ -334,6 +342,59 @@ class ChatTemplate:
             text, _, rest = text.partition(end)
             text = text if rest.startswith(" ") else text.rstrip()  # a template that trims contents would have trimmed this one
         return text
+
+    def roles(self) -> dict[str, tuple[str, str] | str]:
+        """What the template writes before and after a message of each role, and, as "default_system", what it writes in front of a conversation
+        that has no system message. A role that it does not take is missing. BOS is left out where the tokenizer adds it by itself.
+
+        The pieces, put together, give what the template writes of a conversation, or at least of one that the assistant is about to go on with.
+        Where there are none that do, the answer is PLAIN_ROLES. "source" says which: "template" or "plain".
+        """
+        try:
+            return self._find_roles() or PLAIN_ROLES
+        except (RequestError, ValueError):  # it refuses to be asked, or does not write all that it is told
+            return PLAIN_ROLES
+
+    def _find_roles(self) -> dict[str, tuple[str, str] | str] | None:
+        """`roles`, or None where the pieces do not fit. RequestError or ValueError where the template does not take users and assistants in turn."""
+        said = {name: f"{name}{secrets.token_hex(8)}" for name in ("s", "u1", "a1", "u2", "a2", "u3")}
+        role = {"s": "system", "u": "user", "a": "assistant"}
+
+        def write(*names: str, then: bool = False) -> str:
+            """The template's text of a conversation. then: the assistant is about to answer."""
+            text = self.render([{"role": role[name[0]], "content": said[name]} for name in names], add_generation_prompt=then)
+            return text.removeprefix(bos)
+
+        def between(*names: str) -> list[str]:
+            """What stands before, between and behind the messages, where all of them are there and in order."""
+            return re.split("|".join(map(said.get, names)), write(*names))
+
+        bos = self.special_tokens.get("bos_token") or ""
+        if not bos or self.codec.encode("a")[:1] != self.codec.encode(bos, add_special_tokens=False):
+            bos = ""  # the tokenizer does not add it: what the template writes stays
+        front, asked, answered, _, _, end_user = between("u1", "a1", "u2", "a2", "u3")
+        *_, end_assistant = between("u1", "a1")
+        begin_user = answered.removeprefix(end_assistant)
+        pieces: dict[str, tuple[str, str] | str] = {}
+        try:
+            begin_system, *behind = between("s", "u1", "a1")
+            if len(behind) == 3:  # or it drops what it is told
+                pieces["system"] = (begin_system, behind[0].removesuffix(begin_user))
+        except RequestError:
+            pass
+        first = ("s",) if pieces else ()
+        pieces |= {"user": (begin_user, end_user), "assistant": (asked.removeprefix(end_user), end_assistant),
+                   "default_system": front.removesuffix(begin_user), "source": "template"}
+
+        def compose(*names: str) -> str:
+            start = "" if names[0] == "s" else pieces["default_system"]
+            return start + "".join(said[name].join(pieces[role[name[0]]]) for name in names)
+
+        for before in {first, ()}:
+            whole, open_end = (*before, "u1", "a1", "u2", "a2"), (*before, "u1", "a1", "u2")
+            if compose(*whole) != write(*whole) and compose(*open_end) + pieces["assistant"][0] != write(*open_end, then=True):
+                return None
+        return pieces
 
     def _run(self, template: jinja2.Template, names: dict) -> str:
         pieces, size = [], 0

@@ -63,10 +63,11 @@ from .model import ForwardBatch, Model, ModelConfig, load
 from .protocol import Chunk, Logprob, Request, RequestError, SamplingParams, derive_seed
 from .radix import Tree, draw, view
 from .policies import POLICIES
+from .req import Req
 from .results import PromptPiece, Results, by_row, logprobs_of
 from .rules import GrammarError
 from .runner import Plan, Runner
-from .scheduler import Batch, Req, Scheduler
+from .scheduler import Batch, Scheduler
 from .text import TextStream
 from .worker import SHUTDOWN_S, Worker  # noqa: F401 (SHUTDOWN_S is for llm.py)
 
@@ -301,12 +302,13 @@ class Engine:
                 self._queue(one.request, one.seed, found, one.since)
 
     def abort(self, rid: str) -> bool:
-        """End a request in any state; its last chunk says "abort". False where it is not alive (any more)."""
+        """End a request in any state; its last chunk says "abort". A hold that has ended gives up what it keeps. False where there was neither."""
         if self.constraints.leave(rid):
             self._outbox.append(Chunk(rid=rid, finish_reason="abort"))
             return True
+        holds = len(self.scheduler.holds)
         if self.scheduler.abort(rid) is None:
-            return False
+            return len(self.scheduler.holds) < holds
         self._close(self.streams[rid], "abort")
         return True
 
@@ -578,9 +580,10 @@ class Engine:
     # ------------------------------------------------------------------------------------------------------------- housekeeping
 
     def flush_cache(self) -> bool:
-        """Forget every cached prefix; False, and nothing done, while requests run or wait."""
+        """Forget every cached prefix, those that are held for requests to come too; False, and nothing done, while requests run or wait."""
         if self.has_work:
             return False
+        self.scheduler.holds.clear()
         self.scheduler.slots.free(self.scheduler.tree.reset())
         if self.events is not None:
             self.events.flush()
@@ -604,7 +607,8 @@ class Engine:
         waiting, graphs = len(s.waiting) + len(self.constraints.waiting), self.runner.graphs
         recorded = {} if graphs is None else {"graphs": len(graphs.made), "graph_replays": graphs.replays}
         return {"running": len(s.running), "waiting": waiting, "kv_capacity": s.slots.capacity, "kv_free": s.slots.available,
-                "kv_cached": s.tree.evictable, "kv_locked": s.tree.protected, **vars(s.counters), **guesses, **recorded, **self.constraints.stats()}
+                "kv_cached": s.tree.evictable, "kv_locked": s.tree.protected, "holds": len(s.holds), "held_tokens": s.holds.tokens,
+                **vars(s.counters), **guesses, **recorded, **self.constraints.stats()}
 
     def tree_view(self, max_nodes: int = 500, width: int = 60) -> dict:
         """The cache as plain data: `radix.view`."""

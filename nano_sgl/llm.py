@@ -35,11 +35,12 @@ from dataclasses import fields
 
 from tqdm import tqdm
 
-from .chat import ChatTemplate, Codec, Message, read_messages
+from .chat import PLAIN_ROLES, ChatTemplate, Codec, Message, read_messages
 from .config import EngineConfig
 from .engine import SHUTDOWN_S, Engine
-from .protocol import Chunk, Output, Request, RequestError, SamplingParams, convert, show
+from .protocol import Chunk, Output, Request, RequestError, SamplingParams, Score, convert, show
 from .radix import draw
+from .scoring import read_scores, read_texts, score_requests
 
 log = logging.getLogger("nano_sgl")
 
@@ -73,17 +74,19 @@ class LLM:
     # -- what a user calls -----------------------------------------------------------------------------------------------------------
 
     def generate(self, prompts: Prompt | Sequence[Prompt], params: Params | Sequence[Params] = None, *, cache_salt: str | None = None,
-                 priority: int = 0, routing_key: str | None = None, progress: bool | None = None) -> Output | list[Output]:
+                 priority: int = 0, routing_key: str | None = None, parent: str = "", progress: bool | None = None) -> Output | list[Output]:
         """Complete prompts (text, or token ids). One prompt gives one Output, a list a list in the same order; `n` samples of a prompt are
         neighbours in the list, told apart by `index`.
 
-        params: for all prompts, or a list of one each. progress: a bar on stderr (None: for lists, on a terminal).
+        params: for all prompts, or a list of one each. parent: what `hold` returned, where this call is one of those it waits for. progress: a bar on
+        stderr (None: for lists, on a terminal).
         RequestError where a request cannot be served; none has been started then.
         """
         single = _is_single(prompts)
-        requests = self._requests([prompts] if single else prompts, params, cache_salt, priority, routing_key, stream=False)
+        requests = self._requests([prompts] if single else prompts, params, cache_salt, priority, routing_key, parent, stream=False)
         _grammars = self._compile(requests)  # held while they may be needed
-        outputs = self._collect(requests, progress if progress is not None else None if len(requests) > 1 else False)
+        bar = progress if progress is not None else None if len(requests) > 1 else False
+        outputs = self._outputs(requests, self._chunks(requests, bar))
         return outputs[0] if single and len(outputs) == 1 else outputs
 
     def chat(self, messages: Sequence, params: Params | Sequence[Params] = None, **options) -> Output | list[Output]:
@@ -94,7 +97,7 @@ class LLM:
 
     def stream(self, prompt: Prompt | Sequence[dict], params: Params = None, **options) -> Iterator[Output]:
         """One prompt or conversation, piece by piece: each Output holds what is new (text, output_ids, logprobs); the last of each `index`
-        has a finish_reason. Closing the iterator aborts the request."""
+        has a finish_reason. Closing the iterator aborts the request. options: as those of `generate`."""
         inbox: queue.SimpleQueue = queue.SimpleQueue()
         requests = self._requests([self._encode(prompt)], params, stream=True, **options)
         _grammars = self._compile(requests)
@@ -109,12 +112,7 @@ class LLM:
         single = _is_single(prompts)
         requests = self._requests([prompts] if single else prompts, params, stream=False, **options)
         _grammars = await self._compile_async(requests)
-        inbox = self._submit_async(requests)
-        try:
-            chunks = [await self._next(inbox) for _ in requests]
-        finally:
-            self._loop.forget(requests)
-        outputs = self._outputs(requests, chunks)
+        outputs = self._outputs(requests, await self._chunks_async(requests))
         return outputs[0] if single and len(outputs) == 1 else outputs
 
     async def achat(self, messages: Sequence, params: Params | Sequence[Params] = None, **options):
@@ -137,16 +135,53 @@ class LLM:
         finally:
             self._loop.forget(requests)
 
+    def hold(self, prefix: Prompt, children: int, *, parent: str = "", cache_salt: str | None = None, priority: int = 0) -> str:
+        """Have a prefix computed, without waiting for it, and kept in memory until so many calls have come that name what this returns as their
+        `parent`: for a program that is about to fork. It is kept for holds.HOLD_S at most, and while memory is not short.
+
+        Of a text the last token is left out: with what follows it may be another one.
+        """
+        ids = self._ids(prefix)
+        if isinstance(prefix, str) and len(ids) > 1:
+            ids = ids[:-1]
+        request = Request(rid=secrets.token_hex(8), prompt_ids=ids, params=SamplingParams(max_tokens=0), stream=False, priority=priority,
+                          namespace=cache_salt or "", children=children, parent=parent)
+        self.engine.validate(request)
+        if not children:
+            raise RequestError("children must be 1 or more: a hold is for requests to come", "children")
+        self._loop.submit([request], lambda chunk: None)
+        return request.rid
+
+    def release(self, hold: str) -> None:
+        """No more calls will name this hold as their parent. One that is over already, or that nobody knows, is none."""
+        self._loop.release(hold)
+
+    def score(self, prefix: str, choices: Sequence[str], *, unconditional: bool = False, parent: str = "", cache_salt: str | None = None,
+              priority: int = 0) -> list[Score]:
+        """The logprobs of the tokens that each choice adds to a prefix (scoring.py), all from the same position on. unconditional: also of the same
+        tokens without the prefix. RequestError where a choice adds none."""
+        asked = self._scoring(prefix, choices, unconditional, parent, cache_salt, priority)
+        return read_scores(choices, asked, self._chunks(asked, progress=False))
+
+    async def ascore(self, prefix: str, choices: Sequence[str], *, unconditional: bool = False, parent: str = "", cache_salt: str | None = None,
+                     priority: int = 0) -> list[Score]:
+        """`score` for an event loop."""
+        asked = self._scoring(prefix, choices, unconditional, parent, cache_salt, priority)
+        return read_scores(choices, asked, await self._chunks_async(asked))
+
+    def chat_roles(self) -> dict[str, tuple[str, str] | str]:
+        """What the chat template writes around a message of each role: `ChatTemplate.roles`; PLAIN_ROLES where there is no template."""
+        try:
+            return self._chat_template().roles()
+        except (RequestError, ValueError):
+            return PLAIN_ROLES
+
     def chat_ids(self, messages: Sequence[dict]) -> list[int]:
         """The prompt that the model's chat template makes of a conversation."""
-        if self._template is None:
-            if not self.tokenizer.chat_template:
-                raise RequestError("this model has no chat template; use generate with a prompt of your own")
-            self._template = ChatTemplate(Codec(self.tokenizer.backend_tokenizer.to_str()), self.tokenizer.chat_template,
-                                          self.tokenizer.special_tokens_map)
+        template = self._chat_template()
         if not all(isinstance(m, dict) for m in messages):
             raise RequestError(f'messages are a list of {{"role": ..., "content": ...}}, got {show(messages)}', "messages")
-        return self._template.encode(read_messages([convert(m, Message) for m in messages]))
+        return template.encode(read_messages([convert(m, Message) for m in messages]))
 
     def shutdown(self) -> None:
         """End the engine's thread; requests still running are lost."""
@@ -160,6 +195,22 @@ class LLM:
 
     # -- requests out, chunks in ------------------------------------------------------------------------------------------------------
 
+    def _chat_template(self) -> ChatTemplate:
+        if self._template is None:
+            if not self.tokenizer.chat_template:
+                raise RequestError("this model has no chat template; use generate with a prompt of your own")
+            self._template = ChatTemplate(Codec(self.tokenizer.backend_tokenizer.to_str()), self.tokenizer.chat_template,
+                                          self.tokenizer.special_tokens_map)
+        return self._template
+
+    def _scoring(self, prefix: str, choices: Sequence[str], unconditional: bool, parent: str, cache_salt: str | None,
+                 priority: int) -> list[Request]:
+        asked = score_requests(read_texts(self.tokenizer.encode, prefix, choices, unconditional), secrets.token_hex(8), parent,
+                         namespace=cache_salt or "", priority=priority)
+        for request in asked:
+            self.engine.validate(request)
+        return asked
+
     def _encode(self, prompt: Prompt | Sequence[dict]) -> Prompt:
         is_chat = not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], dict)
         return self.chat_ids(prompt) if is_chat else prompt
@@ -172,8 +223,8 @@ class LLM:
         except (TypeError, UnicodeError) as error:
             raise RequestError(f"a prompt is text (valid Unicode) or a list of token ids, got {show(prompt)}", "prompt") from error
 
-    def _requests(self, prompts: Sequence[Prompt], params, cache_salt: str | None = None, priority: int = 0, routing_key: str | None = None, *,
-                  stream: bool) -> list[Request]:
+    def _requests(self, prompts: Sequence[Prompt], params, cache_salt: str | None = None, priority: int = 0, routing_key: str | None = None,
+                  parent: str = "", *, stream: bool) -> list[Request]:
         """The requests of a call, all of them valid."""
         each = list(params) if isinstance(params, (list, tuple)) else [params] * len(prompts)
         if len(each) != len(prompts):
@@ -184,7 +235,7 @@ class LLM:
             ids = self._ids(prompt)
             for index in range(max(p.n, 1)):
                 requests.append(Request(rid=secrets.token_hex(8), prompt_ids=ids, params=p, index=index, stream=stream, priority=priority,
-                                        namespace=cache_salt or "", routing_key=routing_key))
+                                        namespace=cache_salt or "", routing_key=routing_key, parent="" if requests else parent))
                 if index == 0:
                     self.engine.validate(requests[-1])
         return requests
@@ -212,7 +263,16 @@ class LLM:
         self._loop.submit(requests, lambda chunk: loop.call_soon_threadsafe(inbox.put_nowait, chunk))
         return inbox
 
-    def _collect(self, requests: list[Request], progress: bool | None) -> list[Output]:
+    async def _chunks_async(self, requests: list[Request]) -> dict[str, Chunk]:
+        """The one chunk of each request, by its id."""
+        inbox = self._submit_async(requests)
+        try:
+            return {chunk.rid: chunk for chunk in [await self._next(inbox) for _ in requests]}
+        finally:
+            self._loop.forget(requests)
+
+    def _chunks(self, requests: list[Request], progress: bool | None) -> dict[str, Chunk]:
+        """The same, for callers that may wait."""
         inbox: queue.SimpleQueue = queue.SimpleQueue()
         self._loop.submit(requests, inbox.put)
         chunks, tokens, start = [], 0, time.monotonic()
@@ -226,12 +286,11 @@ class LLM:
         finally:
             if len(chunks) < len(requests):
                 self._loop.forget(requests)
-        return self._outputs(requests, chunks)
+        return {chunk.rid: chunk for chunk in chunks}
 
     @staticmethod
-    def _outputs(requests: list[Request], chunks: list[Chunk]) -> list[Output]:
-        by_id = {chunk.rid: chunk for chunk in chunks}
-        return [_output(request, by_id[request.rid]) for request in requests]
+    def _outputs(requests: list[Request], chunks: dict[str, Chunk]) -> list[Output]:
+        return [_output(request, chunks[request.rid]) for request in requests]
 
     @staticmethod
     def _pieces(requests: list[Request], get) -> Iterator[Output]:
@@ -254,7 +313,7 @@ class Loop:
 
     def __init__(self, engine: Engine):
         self.engine = engine
-        self.inbox: queue.SimpleQueue = queue.SimpleQueue()  # (requests, sink) to start, (requests, None) to abort; None: end
+        self.inbox: queue.SimpleQueue = queue.SimpleQueue()  # (requests, sink) to start, (ids, None) to abort; None: end
         self._sinks: dict[str, Callable] = {}                # request id -> what takes its chunks
         self._crash: BaseException | None = None
         self._closed = False                                 # guarded by the lock: after it no call enters the inbox
@@ -271,7 +330,11 @@ class Loop:
 
     def forget(self, requests: list[Request]) -> None:
         """Abort what is left of a call that nobody waits for any more."""
-        self.inbox.put((requests, None))
+        self.inbox.put(([request.rid for request in requests], None))
+
+    def release(self, rid: str) -> None:
+        """Abort a request, or end the hold that it has left, whoever waits for it."""
+        self.inbox.put(([rid], None))
 
     def end(self) -> None:
         """End the thread once the step that it is in is done; who still waits is told."""
@@ -306,18 +369,19 @@ class Loop:
                 self._tell(sink, RuntimeError("the engine was shut down") if self._crash is None else self._crash)
             self._sinks.clear()
 
-    def _take_in(self, requests: list[Request], sink) -> None:
-        """Start requests for a sink; abort them where it is None."""
-        for request in requests:
-            if sink is None:
-                if self._sinks.pop(request.rid, None) is not None:
-                    self.engine.abort(request.rid)
-            else:
-                self._sinks[request.rid] = sink
-                try:
-                    self.engine.add(request)
-                except RequestError as error:  # all were valid: a grammar that was compiled again and is refused now
-                    self._hand_out(Chunk(rid=request.rid, finish_reason="error", error=error.message, status=error.status, param=error.param))
+    def _take_in(self, asked: list, sink) -> None:
+        """Start requests for a sink; where it is None, they are ids of those to abort."""
+        if sink is None:
+            for rid in asked:
+                self._sinks.pop(rid, None)
+                self.engine.abort(rid)
+            return
+        for request in asked:
+            self._sinks[request.rid] = sink
+            try:
+                self.engine.add(request)
+            except RequestError as error:  # all were valid: a grammar that was compiled again and is refused now
+                self._hand_out(Chunk(rid=request.rid, finish_reason="error", error=error.message, status=error.status, param=error.param))
 
     def _hand_out(self, chunk: Chunk) -> None:
         sink = self._sinks.pop(chunk.rid, None) if chunk.finish_reason else self._sinks.get(chunk.rid)

@@ -116,6 +116,7 @@ RANGES = {
     "logprob_start_len": Range(0, INT_MAX, integer=True),
     "priority": Range(-INT_MAX, INT_MAX, integer=True),
     "index": Range(0, MAX_SAMPLES - 1, integer=True),
+    "children": Range(0, INT_MAX, integer=True),
 }
 BIAS_RANGE = Range(-100, 100)              # OpenAI's: at +-100 a token is practically forced or banned
 
@@ -313,6 +314,8 @@ class Request(msgspec.Struct, kw_only=True, tag=True):
     priority: int = 0
     routing_key: str | None = None
     stream: bool = True                   # False: one chunk, when all is done
+    children: int = 0                     # it is a hold (holds.py): its prefix stays until so many requests have started that name it
+    parent: str = ""                      # the rid of the hold that waits for this one
 
     def verify(self, vocab_size: int, context_len: int) -> None:
         """Check the parameters, the prompt's ids and its length against the context. Raises RequestError."""
@@ -329,7 +332,12 @@ class Request(msgspec.Struct, kw_only=True, tag=True):
                           f"at most the prompt's length, which is {len(self.prompt_ids)}")
         check_range("priority", self.priority)
         check_range("index", self.index)
+        check_range("children", self.children)
+        if self.children and self.params.max_tokens != 0:
+            raise RequestError(f"children must be 0 where the request makes tokens: a hold only fills the cache; got children {self.children} and "
+                               f"max_tokens {self.params.max_tokens}, give max_tokens 0", "children")
         _verify_text("rid", self.rid)
+        _verify_text("parent", self.parent)
         _verify_text("namespace", self.namespace)
         if self.routing_key is not None:
             _verify_text("routing_key", self.routing_key)
@@ -341,6 +349,16 @@ class Logprob(msgspec.Struct, array_like=True):
     token_id: int
     logprob: float | None                 # None for the first prompt token
     top: list[tuple[int, float]] = []
+
+
+class Score(msgspec.Struct, kw_only=True):
+    """How likely the model finds a text behind a prefix (scoring.py)."""
+
+    text: str
+    tokens: list[Logprob]                 # those of the text, as they are behind the prefix
+    unconditional: list[Logprob] | None   # the same tokens without it, where that was asked
+    cached_tokens: int
+    prompt_tokens: int                    # prefix and text
 
 
 class Chunk(msgspec.Struct, kw_only=True, tag=True):

@@ -26,8 +26,9 @@ import torch
 
 from . import sampling, spec
 from .constraint import Walked
+from .memory import Batch
 from .protocol import Logprob
-from .scheduler import Batch, Req
+from .req import Req
 
 
 @dataclass

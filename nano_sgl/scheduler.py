@@ -17,7 +17,8 @@ prompt compute one token each at any page size.
 
 Memory never deadlocks: a request is refused at `add` if it could not run alone, is admitted only where its prompt and its likely output fit
 beside what the running ones still need, and when the guess was wrong the cheapest running request is *retracted*: its KV stays in the tree,
-its tokens stay known, it queues again and adopts what is left. Nothing is recomputed but what was evicted meanwhile.
+its tokens stay known, it queues again and adopts what is left. Nothing is recomputed but what was evicted meanwhile. Before anybody waits or
+goes for want of memory, what is only kept for requests to come (holds.py) is given up.
 
 Only this file writes a `Req`, calls the tree's mutators and moves slots. A request's row and lock are given up after the last step that holds
 them has committed, never before; that is what `in_flight` counts.
@@ -39,14 +40,17 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 
+from .holds import Holds
 from .layout import Layout
 from .memory import Batch, Rows, SlotAllocator, Writes
 from .policies import POLICIES
 from .protocol import Request, RequestError, SamplingParams
 from .radix import Match, Node, Tree, common_len
-from .waiting import Queue, Waiter
+from .req import Req
+from .waiting import Queue
 
 OLDEST_AFTER = 8         # starts that may pass the oldest waiting request over; then it goes first (once a pass would be fcfs where one starts)
 OUTPUT_ESTIMATE = 4096   # an output is never expected to be longer than this
@@ -54,80 +58,6 @@ RATIO_START, RATIO_MIN, RATIO_DECAY, RATIO_RAISE = 0.7, 0.1, 0.995, 0.3  # share
 GROWTH, PLENTY = 8, 64   # slots that a row which decodes gets ahead, where as many as the latter could be had for each of them
 DONORS = 8               # running requests and nodes that are looked at for the beginning of a page
 RETRY_ADMISSION = 16     # steps after which a full pool is looked at again although nothing was given back
-
-
-class Req:
-    """A request as the scheduler sees it. Three lengths, three names: `seq_len` tokens known (or about to be: `pending`), `computed_len`
-    with KV (or in flight), `own_start` in the tree; slots of the columns from `own_start` on are the request's own."""
-
-    __slots__ = ("request", "params", "rid", "seed", "prompt", "output_ids", "prompt_len", "known_len", "max_new", "end_len", "last_column",
-                 "arrival", "before", "after", "state", "leaving", "row", "place", "node", "own_start", "store_from", "own", "computed_len",
-                 "pending", "guessed", "constrained", "held", "in_flight", "cached_tokens", "prompt_logprobs_from", "scored_len", "counted_len",
-                 "retractions", "queued_at", "queued_tokens", "started_at", "suspect_until", "spoiled", "forced", "_key")
-
-    def __init__(self, request: Request, max_new: int, arrival: int, seed: int):
-        self.request, self.params, self.rid, self.seed = request, request.params, request.rid, seed
-        self._key = np.asarray(request.prompt_ids, np.int32).tobytes()
-        self.prompt = np.frombuffer(self._key, np.int32)
-        self.output_ids: list[int] = []
-        self.prompt_len = self.known_len = len(self.prompt)  # the latter counts output_ids too
-        self.max_new, self.end_len = max_new, self.prompt_len + (max_new or 1)  # no token is sampled once so many are known, or pending
-        self.last_column = self.prompt_len + max(max_new - 1, 0)  # columns it can ever need: the last sampled token needs no KV
-        self.arrival = arrival
-        self.before = self.after = None   # in the queue
-        self.state = "waiting"            # waiting, running, finished; a retracted request waits again
-        self.leaving = ""                 # where a request that is still in flight goes once it has landed: "queue" or "done"
-        self.row = self.retractions = 0
-        self.place: Waiter | None = None  # in the tree, while it waits or computes its prompt
-        self.node: Node | None = None     # the deepest tree node of its path; locked while the request runs
-        self.own_start = 0
-        self.store_from = 0               # columns before this one have their KV from others, maybe in the same step: never stored again
-        self.own: Sequence[int] = ()      # slots of columns own_start.., whole pages; int32
-        self.computed_len = 0
-        self.pending = 0                  # tokens being sampled in steps not yet committed, one a step
-        self.guessed = 0                  # and as many more at most, where guesses turn out right, or a grammar's row is there in time
-        self.forced = 0                   # guesses for the step that samples first
-        self.constrained = self.params.constrained  # its steps may sample nothing: none of them is `pending`
-        self.held = False                 # sits out until its grammar's row is there
-        self.in_flight = 0                # steps launched and not yet committed that hold this request
-        self.cached_tokens: int | None = None   # prompt tokens found in the tree at first admission
-        self.prompt_logprobs_from = None if self.params.prompt_logprobs is None else self.params.logprob_start_len  # the first still owed
-        self.scored_len = self.prompt_len               # and where they end
-        self.counted_len = 0              # tokens whose nodes have been given this request's hit
-        self.queued_at = 0.0              # seconds on the scheduler's clock
-        self.queued_tokens = 0            # tokens that had been computed for others by then
-        self.started_at: float | None = None    # when it got its first row
-        self.suspect_until = 0            # columns that it must compute alone, since a step failed with it; 0: it may share steps
-        self.spoiled = False              # its KV is no good: not numbers, or never computed
-
-    @property
-    def seq_len(self) -> int:
-        return self.known_len + self.pending
-
-    @property
-    def columns(self) -> int:
-        """Columns that have a slot."""
-        return self.own_start + len(self.own)
-
-    @property
-    def launchable(self) -> bool:
-        return not self.leaving and not self.held and self.computed_len < self.known_len + self.pending < self.end_len
-
-    @property
-    def decodes(self) -> bool:
-        """Whether its next step computes the last known token alone, and guesses at what follows."""
-        return self.computed_len + 1 == self.known_len + self.pending < self.end_len and self.place is None and not self.leaving and not self.held
-
-    def ids(self) -> np.ndarray:
-        """All known ids. [known_len] int32."""
-        return np.concatenate([self.prompt, np.array(self.output_ids, np.int32)]) if self.output_ids else self.prompt
-
-    def key(self) -> bytes:
-        """`ids` as the tree takes them; each is converted once."""
-        new = self.known_len - len(self._key) // 4
-        if new:
-            self._key += array.array("i", self.output_ids[-new:]).tobytes()
-        return self._key
 
 
 @dataclass
@@ -191,6 +121,7 @@ class Scheduler:
         self.running: list[Req] = []      # those that are leaving included
         self.reqs: dict[str, Req] = {}    # every request that has not ended
         self.counters = Counters()
+        self.holds = Holds(tree, clock)
         self.step = 0
         self.ratio = RATIO_START
         self._arrivals = self._passed_over = 0
@@ -220,7 +151,13 @@ class Scheduler:
         if request.rid in self.reqs:
             raise RequestError(f"request id {request.rid!r} is already in use", "rid")
         room, wanted = self.max_total_len - len(request.prompt_ids), request.params.max_tokens
+        whole = len(request.prompt_ids) // self.page * self.page
+        holds = self.cache and request.children > 0
+        if holds and whole and request.params.prompt_logprobs is None:  # what fills no page nobody could adopt
+            request = msgspec.structs.replace(request, prompt_ids=request.prompt_ids[:whole])
         req = Req(request, room if wanted is None else min(wanted, room), self._arrivals, seed)
+        self.holds.drop(req.rid)  # one that has ended, and whose id means this request from now on
+        req.hold = self.holds.open(req.rid, request.children) if holds else None
         req.forced = max(min(forced, req.max_new - 1), 0)
         req.queued_at, req.queued_tokens = self.clock() if since is None else since, self.counters.computed_tokens
         self._arrivals += 1
@@ -235,8 +172,10 @@ class Scheduler:
             req.place = self.tree.wait(req.key(), req.request.namespace, req.arrival, req)
 
     def abort(self, rid: str) -> Req | None:
-        """End a request in any state; None where no such request is alive. Its row is released after the last step that holds it."""
+        """End a request in any state, and what a hold of this id keeps; None where no such request is alive. Its row is released after the last
+        step that holds it."""
         req = self.reqs.get(rid)
+        self._events += self.holds.drop(rid)
         if req is not None:
             self._end(req)
             if not req.in_flight:
@@ -271,6 +210,7 @@ class Scheduler:
         """Plan one step: None where nothing can run now. Locks, slots, rows and tree nodes of the step are taken here. draft_lens: guesses that a
         request that decodes may have verified; fewer where memory is short, or as many tokens are not asked for."""
         self.step += 1
+        self._events += self.holds.expire()
         self._published.clear()
         plan: dict[Req, int] = {}  # request -> tokens
         draft_lens = self._plan_decodes(plan, draft_lens)
@@ -536,6 +476,8 @@ class Scheduler:
             node = self._lock(req, self.tree.parking(req.place.node)) if self.cache else self.tree.root(req.request.namespace)
             needed = self._expected_columns(req)
             if not self._has_place(needed - node.end + promised):
+                if not (self._rows_are_full or self._memory_is_coming):
+                    self._drop_holds(needed - node.end + promised)
                 if self.policy.preempts and not self._memory_is_coming:
                     self._preempt(req, needed - node.end + promised - self._free_slots)
                     promised = sum(self._still_needed(r) for r in self.running)
@@ -552,6 +494,7 @@ class Scheduler:
                     self._leave(req, "queue")
                 break
             started.append(req)
+            self._count_child(req)
             budget -= used
             promised += max(needed - req.columns, 0)
             if budget < self.page or self._rows_are_full and not self.policy.preempts:
@@ -637,6 +580,8 @@ class Scheduler:
         while missing > self._free_slots:
             if self.slots.in_limbo or any(r.leaving for r in self.running):
                 return False  # memory is on its way: it comes with the step that holds it
+            if self._drop_holds(missing):
+                break
             victims = [r for r in self.running if r not in self._published]
             if not victims:
                 return False
@@ -648,6 +593,18 @@ class Scheduler:
                 return False
         return True
 
+    def _drop_holds(self, wanted: int) -> bool:
+        """Give up what holds keep, until so many slots can be had; whether they can."""
+        while wanted > self._free_slots and self.holds.drop_oldest():
+            pass
+        return wanted <= self._free_slots
+
+    def _count_child(self, req: Req) -> None:
+        """A request has its own lock on what a hold kept for it, or needs none any more."""
+        if req.parent:
+            self.holds.arrive(req.parent)
+            req.parent = ""
+
     def _retract(self, req: Req) -> None:
         req.retractions += 1
         self.counters.retractions += 1
@@ -657,6 +614,7 @@ class Scheduler:
     def _end(self, req: Req) -> None:
         """The request is over: its id is free again, its memory follows once no step holds it."""
         req.leaving = "done"
+        self._count_child(req)
         del self.reqs[req.rid]
         self.counters.finished += 1
 
@@ -700,7 +658,10 @@ class Scheduler:
             if req.place is not None:
                 self.tree.stop_leading(req.place)
                 req.place = None
-            self.tree.unlock(req.node)
+            if req.hold is not None and req.leaving == "done":
+                self.holds.land(req.hold, req.node)
+            else:
+                self.tree.unlock(req.node)
             if req.spoiled:
                 self.slots.free(self.tree.drop(req.node))
         self._writes.forget(req.row)
@@ -789,6 +750,7 @@ class Scheduler:
         for req in taken:
             req.in_flight = 0
             if req in alone:
+                self.holds.drop(req.rid)
                 self._end(req)
             elif req.leaving != "done":
                 req.leaving = "queue"
@@ -827,7 +789,10 @@ class Scheduler:
         assert leaders == sum(root.leaders for root in self.tree.roots.values()), "the tree does not know who computes a prompt"
         alive = sum(req.leaving != "done" for req in [*self.waiting, *self.running])
         assert len(self.reqs) == alive, "a request is neither waiting nor running"
-        assert self.running or self.tree.protected == 0, f"{self.tree.protected} tokens stay locked though nothing runs"
+        locks = self.holds.check()
+        locks.update(req.node for req in self.running if req.node.parent is not None)
+        held = {node: node.holds for node in self.tree.walk() if node.holds}
+        assert held == locks, f"{self.tree.protected} tokens are locked, and not by those who run or by holds: {held}, {locks}"
 
 
 def _demo() -> None:

@@ -4,10 +4,11 @@ import random
 
 import numpy as np
 
-from nano_sgl.memory import Rows, SlotAllocator
+from nano_sgl.memory import Batch, Rows, SlotAllocator
 from nano_sgl.protocol import Request, SamplingParams
 from nano_sgl.radix import Tree
-from nano_sgl.scheduler import Batch, Req, Scheduler
+from nano_sgl.req import Req
+from nano_sgl.scheduler import Scheduler
 
 
 class Driver:

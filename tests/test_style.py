@@ -13,21 +13,23 @@ LEVELS = {  # imports point down: a module may import those of lower levels that
     "protocol": set(), "eviction": set(), "waiting": set(), "radix": {"eviction", "waiting"}, "weights": set(), "native": set(), "kernels": {"native"},
     "tuned": {"kernels"}, "attention": {"native", "kernels", "tuned"}, "text": {"protocol"}, "memory": {"kernels"}, "sampling": {"native", "kernels", "protocol"}, "chat": {"protocol"},
     "model": {"kernels", "native", "memory", "weights"}, "policies": set(), "layout": set(),
-    "scheduler": {"radix", "waiting", "policies", "layout", "memory", "protocol"}, "spec": {"native", "radix", "sampling"},
+    "holds": {"radix"}, "req": {"holds", "protocol", "radix", "waiting"},
+    "scheduler": {"holds", "req", "radix", "waiting", "policies", "layout", "memory", "protocol"}, "spec": {"native", "radix", "sampling"},
     "config": {"protocol", "radix", "eviction", "policies", "reasoning", "tools"}, "events": {"radix"},
     "constraint": {"compiler", "grammar", "masks", "native", "protocol", "rules", "sampling", "spec", "tables", "vocab"},
-    "worker": set(), "graphs": set(), "runner": {"attention", "constraint", "graphs", "jump", "masks", "memory", "model", "protocol", "results", "sampling", "spec"}, "results": {"constraint", "protocol", "sampling", "scheduler", "spec"}, "engine": {"graphs", "runner", "results", "rules", "config", "constraint", "events", "grammar", "jump", "masks", "worker", "protocol", "radix", "eviction", "weights", "kernels", "attention", "memory", "sampling", "model", "policies", "scheduler", "spec", "text"},
+    "worker": set(), "graphs": set(), "runner": {"attention", "constraint", "graphs", "jump", "masks", "memory", "model", "protocol", "results", "sampling", "spec"}, "results": {"constraint", "memory", "protocol", "req", "sampling", "spec"}, "engine": {"graphs", "runner", "results", "rules", "config", "constraint", "events", "grammar", "jump", "masks", "worker", "protocol", "radix", "eviction", "weights", "kernels", "attention", "memory", "sampling", "model", "policies", "req", "scheduler", "spec", "text"},
     "rules": set(), "regex": {"rules"}, "json_text": {"rules", "regex"}, "json_document": {"rules", "json_text"},
     "json_schema": {"rules", "schema", "json_text", "json_document", "json_members"}, "json_members": {"rules", "schema", "json_text"}, "schema": {"rules", "regex", "free_text"}, "free_text": {"rules"}, "structural_tag": {"rules", "schema", "json_schema", "free_text"}, "vocab": {"rules"}, "nodes": {"rules"}, "normal_form": {"nodes", "rules"},
     "automaton": {"nodes", "normal_form", "rules", "vocab"}, "tables": {"automaton", "rules", "vocab"}, "waves": {"automaton", "nodes", "rules", "tables", "vocab"}, "rows": {"automaton", "tables", "vocab", "waves"}, "figures": {"rules", "vocab"}, "grammar": {"automaton", "figures", "rows", "waves", "tables", "json_schema", "nodes", "normal_form", "rules", "schema", "structural_tag", "vocab"}, "masks": {"native", "kernels"},
     "jump": {"grammar", "rules", "vocab"}, "compiler": {"grammar", "jump", "rules", "vocab"},
-    "llm": {"engine", "config", "protocol", "chat", "radix"},
+    "scoring": {"protocol"}, "llm": {"engine", "config", "protocol", "chat", "radix", "scoring"},
     "reasoning": set(), "tools": {"protocol", "reasoning"}, "api": {"protocol", "chat", "reasoning", "tools"}, "process": {"protocol"}, "server": set(MODULES) - {"__init__", "__main__", "server"},
     "ir": set(), "choices": set(), "api_speculation": {"ir"}, "interpreter": {"ir", "choices", "api_speculation"}, "endpoints": {"ir", "choices"},
     "lang": {"ir", "choices", "api_speculation", "interpreter", "endpoints"},
     "__init__": set(), "__main__": {"config", "protocol", "radix"},
 }
-TORCH_FREE = ["ir", "choices", "api_speculation", "interpreter", "endpoints", "lang", "protocol", "eviction", "waiting", "policies", "layout", "radix", "events", "text", "chat", "config", "api", "process", "server", "compiler", "json_text", "json_document", "json_members", "json_schema", "free_text", "structural_tag", "reasoning", "tools",
+TORCH_FREE = ["ir", "choices", "api_speculation", "interpreter", "endpoints", "lang",
+              "protocol", "eviction", "waiting", "policies", "layout", "radix", "holds", "req", "events", "text", "chat", "scoring", "config", "api", "process", "server", "compiler", "json_text", "json_document", "json_members", "json_schema", "free_text", "structural_tag", "reasoning", "tools",
               "__main__"]
 MAX_LINE, MAX_FILE, MAX_FUNCTION = 150, 850, 80
 

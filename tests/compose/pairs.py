@@ -24,8 +24,8 @@ import engines
 from features import Feature, cell_name
 from nano_sgl import sampling
 from nano_sgl.engine import Engine
+from nano_sgl.memory import Batch
 from nano_sgl.protocol import Request, SamplingParams, derive_seed
-from nano_sgl.scheduler import Batch
 
 FORK_BOUND = {torch.float32: 1e-3, torch.bfloat16: 0.1}      # between perturbed logits of the plain engine
 LOGPROB_BOUND = {torch.float32: 1e-4, torch.bfloat16: 0.1}
