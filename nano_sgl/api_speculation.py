@@ -1,6 +1,6 @@
 """API speculative execution: several gens of a program answered by one call that is longer than any of them.
 
-A program on somebody else's API pays for every call: the prompt is billed, and waited for, again. But a model that is shown a pattern goes on with it:
+A program on somebody else's API pays for every call: the prompt is billed, and waited for, again. But a model that sees a pattern goes on with it:
 
     s += "Name:" + gen("name", stop="\\n") + "\\nJob:" + gen("job", stop="\\n")
 
@@ -11,13 +11,13 @@ A program on somebody else's API pays for every call: the prompt is billed, and 
       job, up to its stop                      " mathematician"   no call
 
 `Leftover` does this for completions. What the program writes is looked for at the beginning of what is left, and a gen takes from the rest up to its
-stop string; where the text does not fit, where no stop is in it, or where other parameters are asked for, the rest is dropped and the next call is made. So
-nothing that is kept differs from what the model wrote behind exactly this prompt. A chat API writes whole turns, so there `match_turn` holds a whole
-assistant message, its texts and gens, against one answer.
+stop string; where the text does not fit, where no stop is in it, or where other parameters are asked for, the rest is dropped and the next call is
+made. So nothing that is kept differs from what the model wrote behind exactly this prompt. A chat API writes whole turns, so there `match_turn` holds
+a whole assistant message, its texts and gens, against one answer.
 
-Invariant: a value never holds its stop string, and prompt plus values is a text that the model wrote. Cost: tokens that are made and not used; calls that
-were saved are counted on the backend. Stops holding: sampled gens of one call share its noise; they are one sample of the whole text, which is no
-loss, but seeds per gen mean nothing. Source: Zheng et al. 2024, section 4.
+Invariant: a value never holds its stop string, and prompt plus values is a text that the model wrote. Cost: tokens that are made and not used; calls
+that were saved are counted on the backend. Stops holding: sampled gens of one call share its noise; they are one sample of the whole text, which is
+no loss, but seeds per gen mean nothing. Source: Zheng et al. 2024, section 4.
 """
 
 from __future__ import annotations

@@ -9,14 +9,14 @@ Every state (a program's, and each child of a fork) has a queue of nodes that ru
 written. The first node that does starts a thread, which lives until the queue is empty. So branches generate at the same time, and the
 engine makes them one batch; writing never waits; a read waits for one variable (`s["a"]`) or for all that was written (`s.text()`).
 
-Sharing is declared, not found: a fork tells the backend that so many children will begin with the text so far (`hold`: prefilled once, kept until they
-are in), and so does a batch of programs for what they have in common. Whoever begins with a held prefix names it with its first request.
+Sharing is declared, not found: a fork tells the backend that so many children will begin with the text so far (`hold`: prefilled once, kept until
+they are in), and so does a batch of programs for what they have in common. Whoever begins with a held prefix names it with its first request.
 
 Errors. A node that fails ends its state: its queue is dropped, its unborn children fail with it, and whoever waits for it, reads it, writes
 to it or joins it gets a ProgramError with the line that wrote the node and the branch it was in. `run` raises one that nobody has been told of.
 
-Names. A *backend* is any object with the methods of `Backend`; `nano_sgl.LLM` is one, endpoints.py has others. `live` is the text of a generation that
-is still going on, for those who stream. `pending` counts, by variable, the nodes in the queue that will set it.
+Names. A *backend* is any object with the methods of `Backend`; `nano_sgl.LLM` is one, endpoints.py has others. `live` is the text of a generation
+that is still going on, for those who stream. `pending` counts, by variable, the nodes in the queue that will set it.
 
 Invariants: nodes of a state run in the order in which they were written, one at a time; `text()` is the concatenation of what they appended;
 all that a state's iterators yielded is a prefix of it at any time. When a run has ended no thread of it is left, and no hold.
@@ -130,7 +130,8 @@ class Run:
 
     def role(self, name: str) -> tuple[str, str]:
         if name not in self.roles:
-            raise ValueError(f"this model's chat template has no place for a {name} message; it has {', '.join(r for r in ir.ROLES if r in self.roles)}")
+            known = ", ".join(role for role in ir.ROLES if role in self.roles)
+            raise ValueError(f"this model's chat template has no place for a {name} message; it has {known}")
         return self.roles[name]
 
     def hold(self, prefix: str, children: int, parent: str = "") -> Hold | None:
@@ -416,8 +417,8 @@ class ProgramState(Writer):
         params = self._params(node)
         with_text, single = params.pop("return_text_in_logprobs", False), params.get("n", 1) == 1
         if self.run.is_chat and (self._role != "assistant" or self._parts):
-            raise ValueError("a chat API begins its answers itself: gen stands right behind the beginning of an assistant message, with nothing before "
-                             "it. (function(num_api_spec_tokens=...) asks for a turn of texts and gens as a whole.)")
+            raise ValueError("a chat API begins its answers itself: gen stands right behind the beginning of an assistant message, with nothing "
+                             "before it. (function(num_api_spec_tokens=...) asks for a turn of texts and gens as a whole.)")
         if self.run.spec_tokens and not self.run.is_chat and single:
             outputs = [self._leftover.take(self._text, params, lambda longer: self._ask(longer)[0], self.run.spec_tokens, self.run.saved)]
         elif self.run.stream and single and hasattr(self.run.backend, "stream"):
@@ -490,8 +491,8 @@ class ProgramState(Writer):
                         self._pending.subtract(node.names())
                     self._add_text(value)
                 return
-        raise ValueError(f"{TRIES} answers to this turn did not have its texts, {', '.join(repr(n.value) for n, _ in turn if isinstance(n, ir.Text))}, "
-                         f"and an end for each gen; the last was {output.text!r:.200}")
+        texts = ", ".join(repr(node.value) for node, _ in turn if isinstance(node, ir.Text))
+        raise ValueError(f"{TRIES} answers to this turn did not have its texts, {texts}, and an end for each gen; the last was {output.text!r:.200}")
 
     # --------------------------------------------------------------------------------------------------------------- reading
 
@@ -654,8 +655,8 @@ def meta_info(output: Any, backend: Any = None, with_text: bool = False) -> dict
         return made
     ids, decode = getattr(output, "output_ids", None) or [], getattr(backend, "tokenizer", None)
     kinds = {"stop": {"type": "stop", "matched": getattr(output, "stop_reason", None)}, "length": {"type": "length", "length": len(ids)}}
-    found = {"finish_reason": kinds.get(output.finish_reason, {"type": output.finish_reason}), "prompt_tokens": len(getattr(output, "prompt_ids", ())),
-             "completion_tokens": len(ids), "cached_tokens": getattr(output, "cached_tokens", 0)}
+    found = {"finish_reason": kinds.get(output.finish_reason, {"type": output.finish_reason}), "completion_tokens": len(ids),
+             "prompt_tokens": len(getattr(output, "prompt_ids", ())), "cached_tokens": getattr(output, "cached_tokens", 0)}
 
     def entry(token_id: int, logprob: float | None) -> tuple:
         return logprob, token_id, decode.decode([token_id]) if with_text and decode is not None else None
