@@ -292,7 +292,7 @@ class Function:
 
     def run_batch(self, batch_kwargs: Sequence[dict | tuple], *, backend: Backend | None = None, num_threads: int | str = "auto",
                   progress_bar: bool = False, generator_style: bool = False, **given: Any) -> list[ProgramState] | Iterator[ProgramState]:
-        """Run it for every item (arguments by name, or a tuple of them), many at once; their states, in order. Their common beginning is computed once.
+        """Run it for every item (arguments by name, or a tuple of them), many at once; their states, in order. A common beginning is computed once.
 
         A program that fails keeps its error (`state.error()`, and whoever reads the state gets it); the others go on. generator_style: the states
         one by one, as soon as they are there."""
