@@ -153,6 +153,14 @@ class GenerateBody(Body, kw_only=True):
     parent: str = ""
 
 
+class HoldBody(Body, kw_only=True):
+    """POST /hold: start to prefill a text, and keep it for so many calls that name the answer's `hold` as their parent. See GenerateBody."""
+    text: str | None = None
+    input_ids: list[int] | None = None
+    children: Annotated[int, msgspec.Meta(ge=1)]
+    parent: str = ""
+
+
 class ScoreBody(Body, kw_only=True):
     """POST /score: how likely each of the choices is behind the text (scoring.py). unconditional: and without it. parent: as on /generate."""
     text: str
@@ -381,7 +389,17 @@ class Reader:
 
     def generate(self, raw: bytes) -> Call:
         """The call that a body of /generate makes."""
-        body, _ = sort_fields(read_json(raw), GenerateBody)
+        return self._generate(sort_fields(read_json(raw), GenerateBody)[0])
+
+    def hold(self, raw: bytes) -> Call:
+        """The call that a body of /hold makes."""
+        body, _ = sort_fields(read_json(raw), HoldBody)
+        if body.stream or isinstance(body.rid, list):
+            raise RequestError("a hold is named at once: stream must be false, and rid a string", "stream" if body.stream else "rid")
+        given = {name: getattr(body, name) for name in HoldBody.__struct_fields__}
+        return self._generate(GenerateBody(**given | {"rid": body.rid or uuid.uuid4().hex, "sampling_params": {"max_new_tokens": 0}}))
+
+    def _generate(self, body: GenerateBody) -> Call:
         self._check(body)
         if (body.text is None) == (body.input_ids is None):
             raise RequestError("give either text or input_ids", "text")

@@ -64,13 +64,12 @@ class Leftover:
             if (cut := first_stop(rest, params.get("stop"))) is not None:
                 saved(1)
                 return self._cut(prompt, rest, cut, same, self.meta)
-        longer = {**{name: value for name, value in params.items() if name != "stop"}, "max_tokens": max(length, params.get("max_tokens") or 0)}
-        output = ask(longer)
+        output = ask({**{name: value for name, value in params.items() if name != "stop"}, "max_tokens": length})
         meta = getattr(output, "meta_info", None) or {}
         if (cut := first_stop(output.text, params.get("stop"))) is not None:
             return self._cut(prompt, output.text, cut, same, meta)
         self.params = None
-        if params.get("max_tokens", length) < length and output.finish_reason == "length":      # it is shorter than what was asked for: ask again
+        if output.finish_reason == "length":        # it wants to be longer, or is to be shorter: as if nothing had been
             output = ask(params)
             meta = getattr(output, "meta_info", None) or {}
         return Taken(output.text, output.finish_reason, meta)

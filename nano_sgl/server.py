@@ -179,6 +179,7 @@ class Service:
         self.metrics = Metrics()
         engine.observe = self.metrics.observe
         self.pool = ThreadPoolExecutor(2, "reader")
+        self._holding: set[asyncio.Task] = set()
 
     async def prepare(self) -> None:
         """Wait for the engine; build what depends on its model."""
@@ -211,6 +212,14 @@ class Service:
             return await race(request.receive, self._stream(call, stream) if call.stream else self._answer(call, stream))
         except RequestError as error:
             raise call.answer.blame(error) from error
+
+    async def hold(self, request: fastapi.Request) -> Response:
+        """Start a call whose prefix is kept, and answer with its name; nobody waits for its end, nor hears of an error in it."""
+        call = self.ready_reader().hold(await read_body(request))
+        task = asyncio.create_task(self._answer(call, self.engine.open(call.requests)))
+        self._holding.add(task)
+        task.add_done_callback(lambda done: (self._holding.discard(done), done.cancelled() or done.exception()))
+        return to_json({"hold": call.requests[0].rid, "prompt_tokens": len(call.requests[0].prompt_ids)})
 
     async def _answer(self, call: Call, stream: Stream) -> Response:
         try:
@@ -340,6 +349,10 @@ def create_app(service: Service) -> fastapi.FastAPI:
     @app.post("/score")
     async def score(request: fastapi.Request) -> Response:
         return await service.serve(request, Reader.score, in_line_bytes=0)  # its text is tokenised with each of many choices
+
+    @app.post("/hold")
+    async def hold(request: fastapi.Request) -> Response:
+        return await service.hold(request)
 
     @app.get("/flush_cache")
     @app.post("/flush_cache")

@@ -698,7 +698,7 @@ def test_gens_of_a_completion_are_answered_by_one_call():
     backend.count_saved = saved.append
     state = card.run(backend=backend, sep="\n")
     assert (state["name"], state["job"], state["born"]) == (" Ada", " clerk", " 1815") and sum(saved) == 2 and len(backend.asked) == 1
-    assert "stop" not in backend.asked[0][1] and backend.asked[0][1]["max_tokens"] == 128
+    assert "stop" not in backend.asked[0][1] and backend.asked[0][1]["max_tokens"] == 64
     state = card.run(backend=backend, sep=" - ")              # the model wrote something else: asked again
     assert (state["name"], state["job"]) == (" Ada", " other")
 
