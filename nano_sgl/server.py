@@ -62,6 +62,7 @@ from .radix import draw_view
 log = logging.getLogger("nano_sgl")
 
 MAX_BODY_BYTES = 8 << 20
+FLUSH_TRIES, FLUSH_WAIT_S = 10, 0.05    # how often, and how long apart, an engine that seems busy is asked to empty its cache
 IN_LINE_BYTES = 16 << 10    # bodies up to this are read and tokenised on the event loop: a few ms
 SAY_EVERY_S = 5.0           # how often a server that is shutting down says what it waits for
 HEALTH_TIMEOUT_S = 20.0     # within which a healthy engine makes a token
@@ -358,9 +359,11 @@ def create_app(service: Service) -> fastapi.FastAPI:
     @app.post("/flush_cache")
     async def flush_cache() -> Response:
         service.ready_reader()
-        if not await service.engine.ask("flush_cache"):
-            raise RequestError("the cache is in use: requests are running or waiting; try again when the server is idle")
-        return to_json({"message": "the cache is empty"})
+        for _ in range(FLUSH_TRIES):    # an answer is sent before the engine has put its request away
+            if await service.engine.ask("flush_cache"):
+                return to_json({"message": "the cache is empty"})
+            await asyncio.sleep(FLUSH_WAIT_S)
+        raise RequestError("the cache is in use: requests are running or waiting; try again when the server is idle")
 
     @app.post("/abort_request")
     async def abort_request(request: fastapi.Request) -> Response:
