@@ -144,10 +144,14 @@ class Run:
         if hasattr(self.backend, "count_saved"):
             self.backend.count_saved(calls)
 
-    def finish(self) -> None:
-        """Wait for all states; raise what nobody has been told of."""
+    def finish(self, stopped: BaseException | None = None) -> None:
+        """Wait for all states; raise what nobody has been told of. stopped: what has ended the program, so that what has not begun is left out."""
+        dropped = [(state, left) for state in self.states if (left := state._drop())] if stopped is not None else []
         for state in self.states:       # forks made meanwhile are waited for, too
             state._settle()
+        for state, (node, where) in dropped:
+            state._fail(stopped, node, where)
+            state._told = True          # by what is raised
         for state in self.states:
             state._give_up_hold()
         for state in self.states:
@@ -225,9 +229,11 @@ class ProgramState(Writer):
                 self._pending.subtract(node.names() if done else ())
                 self._changed.notify_all()
 
-    @staticmethod
-    def _takes_time(node: Expr) -> bool:
-        return not isinstance(node, (ir.Text, ir.RoleBegin, ir.ScopeBegin, ir.Fork, ir.Join)) or isinstance(node, ir.RoleEnd)
+    def _takes_time(self, node: Expr) -> bool:
+        """Does running a node wait for somebody? A fork may have to say what it shares, and a turn's end to ask for the turn."""
+        if isinstance(node, ir.Fork):
+            return node.size > 1 and self.run.hints and hasattr(self.run.backend, "hold")
+        return self._turn is not None if isinstance(node, ir.RoleEnd) else not isinstance(node, (ir.Text, ir.RoleBegin, ir.ScopeBegin, ir.Join))
 
     def _fail(self, error: BaseException, node: Expr, where: str) -> None:
         if not isinstance(error, ProgramError):
@@ -244,6 +250,16 @@ class ProgramState(Writer):
         for unborn in (child for node in left if isinstance(node, ir.Fork) for child in node.children if not child._started):
             unborn._started = True
             unborn._fail(error, node, where)
+
+    def _drop(self) -> tuple[Expr, str] | None:
+        """Leave out what has not begun to run; returns the first of it."""
+        with self._changed:
+            left = self._queue[0] if self._queue else None if self._started else (ir.ForkItem(0), "")
+            self._queue.clear()
+            self._busy = self._busy and self._started
+            self._started = True
+            self._changed.notify_all()
+        return left if self._error is None else None
 
     def _raise(self) -> None:
         self._told = True

@@ -282,7 +282,7 @@ class Function:
         except BaseException as raised:
             error = raised
         try:
-            state.run.finish()
+            state.run.finish(stopped=error)
         except ProgramError as raised:
             error = error or raised
         state._end(True, error)
