@@ -373,6 +373,8 @@ class Engine:
 
     def _plan(self, batch: Batch) -> Plan:
         """The host's part of a step, while the steps before it run: integers of the batch, no value of the device."""
+        if batch.again:     # nobody has a grammar, or begins
+            return self.runner.plan(batch, [None] * len(batch.reqs), [])
         picked = np.flatnonzero(batch.samples)
         constraints = [self.streams[batch.reqs[i].rid].constraint for i in picked]
         begun = [(req.row, one.state, one.leave_at) for req in batch.started if (one := self.streams[req.rid].constraint)]

@@ -253,6 +253,7 @@ class Batch:
     started: list[Req]      # those that got their row in this pass
     shared: list[tuple[int, int, int, int]]  # rows first..last-1 share the slots of columns start..end-1
     writes: Writes
+    again: bool = False     # the same as the step before, a token later, with nothing to write
 
     @cached_property
     def kv_bounds(self) -> np.ndarray:

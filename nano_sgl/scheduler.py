@@ -55,7 +55,7 @@ from .waiting import Queue
 OLDEST_AFTER = 8         # starts that may pass the oldest waiting request over; then it goes first (once a pass would be fcfs where one starts)
 OUTPUT_ESTIMATE = 4096   # an output is never expected to be longer than this
 RATIO_START, RATIO_MIN, RATIO_DECAY, RATIO_RAISE = 0.7, 0.1, 0.995, 0.3  # share of max_tokens that requests are expected to use
-GROWTH, PLENTY = 8, 64   # slots that a row which decodes gets ahead, where as many as the latter could be had for each of them
+GROWTH, PLENTY = 16, 64  # slots that a row which decodes gets ahead, where as many as the latter could be had for each of them
 DONORS = 8               # running requests and nodes that are looked at for the beginning of a page
 RETRY_ADMISSION = 16     # steps after which a full pool is looked at again although nothing was given back
 
@@ -132,6 +132,8 @@ class Scheduler:
         self._full_until = (0, -1)        # admission found no place: look again at this step, or when `_events` has moved on
         self._events = 0
         self._layout = Layout()
+        self._steady: Batch | None = None  # the last step, where those to come are the same a token later:
+        self._steady_for = (0, 0)          # as many of them, while this is what `_events` says
 
     # ---------------------------------------------------------------------------------------------------------------- requests in, out
 
@@ -185,6 +187,7 @@ class Scheduler:
     def hold(self, rid: str, held: bool) -> None:
         """Whether a request that runs is to sit out, without giving anything up."""
         self.reqs[rid].held = held
+        self._events += 1
 
     def expire(self) -> list[Req]:
         """End, as `abort` does, the requests whose time is up: `waiting_timeout` without a first row, `running_timeout` since they got it (a
@@ -211,6 +214,8 @@ class Scheduler:
         request that decodes may have verified; fewer where memory is short, or as many tokens are not asked for."""
         self.step += 1
         self._events += self.holds.expire()
+        if self._steady_for[0] > 0 and self._steady_for[1] == self._events and not draft_lens:
+            return self._again()
         self._published.clear()
         plan: dict[Req, int] = {}  # request -> tokens
         draft_lens = self._plan_decodes(plan, draft_lens)
@@ -252,13 +257,13 @@ class Scheduler:
         return draft_lens
 
     def _lacking(self, rows: list[Req], draft_lens: Mapping[Req, int]) -> dict[Req, int]:
-        """Slots that rows which decode lack, of those who do. Where there are plenty: GROWTH more, and then none for as many steps."""
-        more, lacking = GROWTH if self._free_slots >= PLENTY * len(rows) else 0, {}
-        for req in rows:
-            columns = req.known_len + self.reserve + req.guessed + draft_lens.get(req, 0)
-            if columns > req.own_start + len(req.own):
-                lacking[req] = self._missing(req, columns + more)
-        return lacking
+        """Slots that rows which decode lack, of those who do. Where there are plenty: GROWTH more for all of them, and then none for as many steps."""
+        needed = {req: req.known_len + self.reserve + req.guessed + draft_lens.get(req, 0) for req in rows}
+        lacking = {req: columns for req, columns in needed.items() if columns > req.own_start + len(req.own)}
+        more = 0
+        if lacking and self._free_slots >= PLENTY * len(rows):
+            lacking, more = needed, GROWTH
+        return {req: missing for req, columns in lacking.items() if (missing := self._missing(req, columns + more))}
 
     def _shorten(self, draft_lens: dict[Req, int], rows: int) -> dict[Req, int]:
         """Guesses take what the rows that decode leave of the budget, and half of it where prompts wait for the rest."""
@@ -415,6 +420,31 @@ class Scheduler:
         *columns, owed_from, complete, samples = np.array(array.array("i", columns)).reshape(len(order), -1).T.copy()
         batch = Batch(self.step, order, *columns, complete.astype(bool), samples.astype(bool), owed_from, started, shared, self._writes)
         self._writes = Writes()
+        self._foresee(batch)
+        return self._count(batch)
+
+    def _foresee(self, batch: Batch) -> None:
+        """Note for how many steps to come all rows will decode as in this one, unless something happens: nobody waits, none lacks a slot or ends."""
+        self._steady, self._steady_for = batch, (0, 0)
+        alike = batch.num_tokens == len(batch.reqs) == len(self.running) and not batch.started and batch.samples.all()
+        if alike and not self.waiting and not batch.slack.any() and batch.owed_from.max() < 0 \
+                and not any(req.constrained or req.suspect_until for req in batch.reqs):
+            left = min(min(req.own_start + len(req.own) - req.known_len - self.reserve, req.end_len - req.known_len - req.pending)
+                       for req in batch.reqs)
+            self._steady_for = left, self._events
+
+    def _again(self) -> Batch:
+        """The last step once more, a token later, where a whole pass would find nothing else."""
+        last, self._steady_for = self._steady, (self._steady_for[0] - 1, self._events)
+        for req in last.reqs:
+            req.in_flight += 1
+            req.computed_len += 1
+            req.pending += 1
+        self._steady = Batch(self.step, last.reqs, last.rows, last.starts + 1, last.q_lens, last.draft_lens, last.slack, last.limits,
+                             last.store_from, last.complete, last.samples, last.owed_from, [], last.shared, Writes(), again=True)
+        return self._count(self._steady)
+
+    def _count(self, batch: Batch) -> Batch:
         self.slots.launch(self.step)
         self.rows.launch(self.step)
         self.counters.steps += 1
@@ -614,6 +644,7 @@ class Scheduler:
     def _end(self, req: Req) -> None:
         """The request is over: its id is free again, its memory follows once no step holds it."""
         req.leaving = "done"
+        self._events += 1
         self._count_child(req)
         del self.reqs[req.rid]
         self.counters.finished += 1
@@ -621,6 +652,7 @@ class Scheduler:
     def _leave(self, req: Req, to: str) -> None:
         """Send a request back to the queue or away, now or as soon as no step holds it."""
         req.leaving = to
+        self._events += 1
         if not req.in_flight:
             self._land(req)
 
