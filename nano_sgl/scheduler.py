@@ -184,9 +184,9 @@ class Scheduler:
                 self._land(req)
         return req
 
-    def hold(self, rid: str, held: bool) -> None:
+    def sit_out(self, rid: str, sits_out: bool) -> None:
         """Whether a request that runs is to sit out, without giving anything up."""
-        self.reqs[rid].held = held
+        self.reqs[rid].sits_out = sits_out
         self._events += 1
 
     def expire(self) -> list[Req]:
