@@ -146,7 +146,7 @@ class Scripted(Engine):
 
     def _launch(self, batch: Batch, plan) -> Results:
         """What a step takes from the host is handed over; the rest is the script's."""
-        plan.packed.send()
+        plan.packed.sent() if batch.again else plan.packed.send()
         for req in batch.started:
             self.sampler.set_row(req.row, req.params, req.seed, req.prompt, req.output_ids)
         with self.clock.part("model"):

@@ -431,6 +431,12 @@ class Engine:
                 stream.record.dropped += 1
             elif samples and stream.ending and not missed:
                 reason = stream.ending
+            elif samples and len(new) == 1 and (chunk := self._pass_on(stream, new, bad, logprobs, outcome)) is not None:
+                self._outbox.append(chunk)
+                tokens.append(new)
+                finished.append(False)
+                paths.append(path)
+                continue
             elif samples:
                 kept, reason, error = self._advance(stream, new, logprobs)
                 if stream.constraint is not None:
@@ -531,6 +537,15 @@ class Engine:
                 self.scheduler.rewrite(stream.req, stream.rewritten, stream.req.params.logprobs is not None)
                 self.scheduler.sit_out(stream.req.rid, False)
         self._rewriting = late
+
+    @staticmethod
+    def _pass_on(stream: Stream, tokens: list[int], bad: bool, logprobs: list[Logprob] | None, outcome: spec.Outcome | None) -> Chunk | None:
+        """`_advance` and `_take` in one, of a row like most: its next token is text of its own, and streamed. None, and nothing is done, for others."""
+        req = stream.req
+        if bad or outcome is not None or logprobs is not None or stream.constraint is not None or not req.request.stream or stream.rewrites \
+                or stream.unsent.output_ids or stream.prompt_logprobs is not None or (text := stream.text.pass_on(tokens[0])) is None:
+            return None
+        return Chunk(rid=stream.unsent.rid, text=text, output_ids=tokens, cached_tokens=req.cached_tokens or 0)
 
     @staticmethod
     def _advance(stream: Stream, tokens: list[int], logprobs: list[Logprob] | None) -> tuple[int, str | None, RequestError | str | None]:

@@ -275,10 +275,17 @@ class Packed:
         self.device, self.lens = device, [len(a) for a in arrays]
         self.buffer = torch.empty(sum(self.lens), dtype=torch.int64, pin_memory=device != "cpu")
         np.concatenate(arrays, out=self.buffer.numpy())
+        self._sent: torch.Tensor | None = None
+
+    def sent(self) -> torch.Tensor:
+        """All of it on the device, in a row. [n] int64; sent once, however many steps read it."""
+        if self._sent is None:
+            self._sent = self.buffer.to(self.device, non_blocking=True)
+        return self._sent
 
     def send(self) -> tuple[torch.Tensor, ...]:
         """The arrays on the device, in their order. [n] int64 each."""
-        return self.buffer.to(self.device, non_blocking=True).split(self.lens)
+        return self.sent().split(self.lens)
 
 
 class Rows:

@@ -80,6 +80,8 @@ def by_row(batch: Batch, results: Results) -> Iterator[tuple[list[int], list[Log
     if sampled is None:
         return iter(())
     tokens, bad, logprobs = sampled.tokens.numpy(), sampled.bad.numpy(), itertools.repeat(None)
+    if judged is None and results.walked is None and sampled.logprobs is None and not bad.any():     # most steps: a token each, and nothing else
+        return zip([[token] for token in tokens.tolist()], logprobs, itertools.repeat(False), itertools.repeat([]))
     at, lens, paths = np.arange(len(tokens)), np.ones(len(tokens), np.int64), itertools.repeat([])  # the places of each row's tokens, how many
     if judged is not None:
         order, lens, sizes = judged.order.numpy(), judged.counts.numpy() + 1, batch.draft_lens[batch.samples] + 1

@@ -217,14 +217,15 @@ class Runner:
     def run(self, batch: Batch, plan: Plan) -> Results:
         """Run a step."""
         frame, marks = plan.frame, [self.mark()]
-        buffer = plan.packed.buffer.to(self.device, non_blocking=True)
-        before = buffer[:len(buffer) - sum(frame.lens)].split(plan.packed.lens[:BEGUN])
-        self.rows.put(*before[:8])
-        for req in batch.started:
-            self.sampler.set_row(req.row, req.params, req.seed, req.prompt, req.output_ids)
-        rows, states, leave_at = before[13:]
-        if len(rows):
-            self.constraints.states[rows], self.constraints.leave_at[rows] = states, leave_at
+        buffer = plan.packed.sent()
+        if not batch.again:
+            before = buffer[:len(buffer) - sum(frame.lens)].split(plan.packed.lens[:BEGUN])
+            self.rows.put(*before[:8])
+            for req in batch.started:
+                self.sampler.set_row(req.row, req.params, req.seed, req.prompt, req.output_ids)
+            rows, states, leave_at = before[13:]
+            if len(rows):
+                self.constraints.states[rows], self.constraints.leave_at[rows] = states, leave_at
         copies = self.constraints.bring(frame.groups)
         stages = [lambda buffer, _: self._main(frame, copies, buffer)]
         if frame.nodes or plan.samples[0] and self.speculation is not None and self.speculation.drafters:
@@ -237,8 +238,9 @@ class Runner:
         else:
             left = run(stages, buffer, between)
             results = left.results
-        self.kv.copy(*before[8:10])                                # now that what is copied is there, also where this step has computed it
-        self.rows.point(*before[10:13])
+        if not batch.again:
+            self.kv.copy(*before[8:10])                            # now that what is copied is there, also where this step has computed it
+            self.rows.point(*before[10:13])
         results = replace(results, marks=marks[:1] if len(stages) == 1 else marks, prompt=self._prompt_logprobs(batch, left.hidden))
         return results if self.device == "cpu" else to_host(results)
 

@@ -55,7 +55,7 @@ from .waiting import Queue
 OLDEST_AFTER = 8         # starts that may pass the oldest waiting request over; then it goes first (once a pass would be fcfs where one starts)
 OUTPUT_ESTIMATE = 4096   # an output is never expected to be longer than this
 RATIO_START, RATIO_MIN, RATIO_DECAY, RATIO_RAISE = 0.7, 0.1, 0.995, 0.3  # share of max_tokens that requests are expected to use
-GROWTH, PLENTY = 16, 64  # slots that a row which decodes gets ahead, where as many as the latter could be had for each of them
+GROWTH, PLENTY = 32, 64  # slots that a row which decodes gets ahead, where as many as the latter could be had for each of them
 DONORS = 8               # running requests and nodes that are looked at for the beginning of a page
 RETRY_ADMISSION = 16     # steps after which a full pool is looked at again although nothing was given back
 
@@ -727,6 +727,12 @@ class Scheduler:
         for req, new, done, path, samples, draft_len, end in zip(batch.reqs, tokens, finished, paths or itertools.repeat(()),
                                                                  *(column.tolist() for column in columns)):
             req.in_flight -= 1
+            if batch.again and not done and not req.leaving:    # most of them
+                req.pending -= 1
+                req.output_ids += new
+                req.known_len += len(new)
+                self.counters.output_tokens += len(new)
+                continue
             req.guessed -= draft_len
             if samples and not req.constrained:
                 req.pending -= 1

@@ -127,6 +127,21 @@ class TextStream:
             return self._recent[start - self._past_chars:end - self._past_chars]
         return self.text[start:end]                 # nobody has asked for long
 
+    def pass_on(self, token: int) -> str | None:
+        """`push` and `take` in one, of a token like most: a piece of its own that ends nothing, where nothing is searched for and all that is certain
+        is out. None, and nothing is done, where it is not like that."""
+        if self._searches or self._window or self.count + 1 >= self._max or token in self._stop_ids:
+            return None
+        piece, end = self._pieces[token], self._past_chars + len(self._recent)
+        if piece is None or self._sent != end:
+            return None
+        self.count += 1
+        self._recent += piece
+        self._sent = end + len(piece)
+        if len(self._recent) > 2 * self._kept:
+            self._forget()
+        return piece
+
     def skip(self, other: TextStream) -> None:
         """Do not hand out what another stream has handed out of the same text."""
         self._sent = other._sent

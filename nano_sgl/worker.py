@@ -24,6 +24,31 @@ from typing import Any
 SHUTDOWN_S = 60.0           # a job that is still running then is left behind
 
 
+class Done:
+    """A Future of what has happened: a tenth of the price of one that may be waited for."""
+
+    value: Any = None
+    error: BaseException | None = None
+
+    def set_result(self, value: Any) -> None:
+        """It went well."""
+        self.value = value
+
+    def set_exception(self, error: BaseException | None) -> None:
+        """It did not."""
+        self.error = error
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """What went wrong."""
+        return self.error
+
+    def result(self, timeout: float | None = None) -> Any:
+        """What came of it."""
+        if self.error is not None:
+            raise self.error
+        return self.value
+
+
 class Worker:
     """Runs jobs in the order in which they are given: on a thread of its own, or (for a GPU, whose stream is such a thread, and for the plain
     loop) where `submit` is called.
@@ -39,10 +64,10 @@ class Worker:
         if self._thread is not None:
             self._thread.start()
 
-    def submit(self, job: Callable[[], Any]) -> Future:
+    def submit(self, job: Callable[[], Any]) -> Future | Done:
         """Its result or exception to come. After `close`: the exception at once."""
-        future: Future = Future()
-        if self._thread is None or self._closed:
+        future = Done() if self._thread is None or self._closed else Future()
+        if isinstance(future, Done):
             self._run(job, future)
         else:
             self._jobs.put((job, future))
@@ -60,7 +85,7 @@ class Worker:
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(SHUTDOWN_S)
 
-    def _run(self, job: Callable[[], Any], future: Future) -> None:
+    def _run(self, job: Callable[[], Any], future: Future | Done) -> None:
         if self._failed is None:
             try:
                 return future.set_result(job())
