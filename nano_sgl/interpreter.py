@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import contextlib
 import hashlib
 import itertools
 import json
@@ -103,6 +104,14 @@ class Hold:
             self.backend.release(self.name)
         return self.name if used else ""
 
+    def fail(self) -> None:
+        """A request that named it has failed, and perhaps it never came."""
+        with self._lock:
+            self._lacking += 1
+            over = self._left == 0
+        if over:
+            self.backend.release(self.name)
+
 
 @dataclass
 class Run:
@@ -135,8 +144,10 @@ class Run:
 
     def hold(self, prefix: str, children: int, parent: str = "") -> Hold | None:
         """Declare what children will share, where the backend takes it."""
-        can = self.hints and children > 1 and prefix and hasattr(self.backend, "hold") and not self.is_chat
-        return Hold(self.backend, prefix, children, parent) if can else None
+        return Hold(self.backend, prefix, children, parent) if self.can_hold(prefix, children) else None
+
+    def can_hold(self, prefix: str, children: int) -> bool:
+        return bool(self.hints and children > 1 and prefix and hasattr(self.backend, "hold") and not self.is_chat)
 
     def saved(self, calls: int) -> None:
         """So many gens needed no call of their own."""
@@ -228,10 +239,11 @@ class ProgramState(Writer):
     def _takes_time(node: Expr) -> bool:
         return not isinstance(node, (ir.Text, ir.RoleBegin, ir.ScopeBegin, ir.Fork, ir.Join)) or isinstance(node, ir.RoleEnd)
 
-    def _fail(self, error: BaseException, node: Expr, where: str) -> None:
+    def _fail(self, error: BaseException, node: Expr | None, where: str) -> None:
         if not isinstance(error, ProgramError):
             place = f"branch {self.branch}, " if self.branch else ""
-            made = ProgramError(f"{place}{where}: {node!r}: {error}", where, self.branch, self)
+            what = repr(node) if node is not None else type(error).__name__
+            made = ProgramError(f"{place}{where}: {what}: {error}", where, self.branch, self)
             made.__cause__ = error
             error = made
         with self._changed:
@@ -257,7 +269,10 @@ class ProgramState(Writer):
         return children
 
     def _branch_off(self, node: ir.Fork) -> None:
-        hold = self.run.hold(self._text, node.size, self._spend_hold())
+        hold = None
+        if self.run.can_hold(self._text, node.size):        # a copy declares nothing, so what was declared for its source stays there
+            with self._named() as named:
+                hold = self.run.hold(self._text, node.size, **named)
         for child in node.children:
             child._text, child._fork_at, child._role, child._gens = self._text, len(self._text), self._role, self._gens
             child._messages, child._parts, child._scopes = list(self._messages), list(self._parts), dict(self._scopes)
@@ -293,10 +308,6 @@ class ProgramState(Writer):
             for name in [name for name in child._vars if name not in own]:
                 self._vars.setdefault(name, []).append(child._vars[name])
                 self._meta.setdefault(name, []).append(child._meta.get(name))
-
-    def _spend_hold(self) -> str:
-        hold, self._hold = self._hold, None
-        return hold.spend(used=True) if hold is not None else ""
 
     def _give_up_hold(self) -> None:
         hold, self._hold = self._hold, None
@@ -439,31 +450,41 @@ class ProgramState(Writer):
         return list(self._messages) if self.run.is_chat else self._text
 
     def _ask(self, params: dict[str, Any]) -> list[Any]:
-        outputs = self.run.backend.generate([self._prompt], [params], **self._named())
+        with self._named() as named:
+            outputs = self.run.backend.generate([self._prompt], [params], **named)
         for output in outputs:
             _check_output(output)
         return outputs
 
-    def _named(self) -> dict[str, str]:
-        parent = self._spend_hold()
-        return {"parent": parent} if parent else {}
+    @contextlib.contextmanager
+    def _named(self) -> Iterator[dict[str, str]]:
+        """What a state's first request says of the hold that waits for it."""
+        hold, self._hold = self._hold, None
+        try:
+            yield {} if hold is None else {"parent": hold.spend(used=True)}
+        except BaseException:
+            if hold is not None:
+                hold.fail()
+            raise
 
     def _ask_streaming(self, name: str | None, params: dict[str, Any], thoughts: Thoughts | None) -> Any:
         pieces, text = [], ""
         self._live_name = name
-        for piece in self.run.backend.stream(self._prompt, params, **self._named()):
-            _check_output(piece)
-            pieces.append(piece)
-            text += piece.text
-            with self._changed:
-                self._live = text if thoughts is None else thoughts.split(text)[1]
-                self._changed.notify_all()
+        with self._named() as named:
+            for piece in self.run.backend.stream(self._prompt, params, **named):
+                _check_output(piece)
+                pieces.append(piece)
+                text += piece.text
+                with self._changed:
+                    self._live = text if thoughts is None else thoughts.split(text)[1]
+                    self._changed.notify_all()
         return Whole(pieces, text)
 
     def _select(self, node: ir.Select) -> None:
         if not hasattr(self.run.backend, "score") or self.run.is_chat:
             raise ValueError("select needs the log-probabilities of texts, which a chat API has not")
-        scores = self.run.backend.score(self._text, node.choices, unconditional=node.method.requires_unconditional_logprobs, **self._named())
+        with self._named() as named:
+            scores = self.run.backend.score(self._text, node.choices, unconditional=node.method.requires_unconditional_logprobs, **named)
         decision = node.method(node.choices, scores)
         self._set(node.name, decision.decision, decision.meta_info)
         self._add_text(decision.decision)
@@ -608,7 +629,8 @@ class ProgramState(Writer):
             self._ended = ended
             self._changed.notify_all()
         if error is not None and self._error is None:
-            self._fail(error, ir.Text(""), ir.origin())
+            at = error.__traceback__.tb_next or error.__traceback__       # the program's own line is below that of its caller
+            self._fail(error, None, f"{at.tb_frame.f_code.co_filename}:{at.tb_lineno}")
 
     _ended = True       # a streaming run says when
 
