@@ -1,6 +1,6 @@
 """API: what clients send becomes requests, and what the engine answers becomes what clients expect.
 
-Three dialects, one engine: OpenAI's chat and completions, and SGLang's native /generate. Each is read into the same `Call` and
+Three dialects, one engine: OpenAI's chat and completions, and SGLang's native /generate, with /score beside it. Each is read into the same `Call` and
 spoken by its own `Answer`, so the engine knows nothing of JSON and a fourth dialect is one reader and one answer more.
 
       body (bytes) --read_json, sort_fields--> ChatBody + sampling --Reader.chat--> Call: [Request, ...] + ChatAnswer
@@ -37,19 +37,20 @@ from __future__ import annotations
 import codecs
 import json
 import logging
-import re
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import msgspec
 
-from .chat import CHATML, ChatTemplate, Codec, Message, byte_tokenizer, read_messages
+from .bodies import read_json
+from .chat import CHATML, PLAIN_ROLES, ChatTemplate, Codec, Message, byte_tokenizer, read_messages
 from .protocol import (ALIASES, GRAMMAR_FIELDS, Chunk, Logprob, Ready, Request, RequestError, SamplingParams, check_range, convert, refusal,
                        show)
 from .reasoning import CLOSED, OPENED, STYLES, Counter, Style, begins
+from .scoring import read_scores, read_texts, score_requests
 from .tools import FORMATS as CALL_FORMATS
 from .tools import Reply, Tool, Toolbox, ToolChoice, add_up, detect
 
@@ -59,7 +60,7 @@ MAX_PROMPTS = 1024          # in one call
 MAX_CHOICES = 4096          # prompts times n in one call
 MAX_PROMPT_TOKENS = 1 << 22  # in one call, a prompt counted for each of its samples: each goes to the engine with a copy
 MAX_CALL_GRAMMARS = 1 << 22  # characters of grammars in one call, counted the same way; a string of a choice counts for one more
-MAX_INT_DIGITS = 400        # of an integer in a body; Python itself takes 4,300
+MAX_SCORED_CHARS = 8 << 20  # in one call, the prefix counted for each choice: each is tokenised with it
 LOWEST_LOGPROB = -9999.0    # JSON has no infinity
 
 # Fields that OpenAI defines and that change nothing about an answer here.
@@ -139,7 +140,8 @@ class CompletionBody(Body, kw_only=True):
 
 
 class GenerateBody(Body, kw_only=True):
-    """POST /generate, SGLang's own route. Lists hold one entry a prompt."""
+    """POST /generate, SGLang's own route. Lists hold one entry a prompt. children: each prompt is a hold (holds.py), and its rid the name; of a
+    text the last token is left out, which with what follows may be another one. parent: the rid of the hold that waits for this call."""
     text: str | list[str] | None = None
     input_ids: list[int | list[int]] | None = None
     sampling_params: dict[str, Any] | list[dict[str, Any]] = {}
@@ -147,10 +149,28 @@ class GenerateBody(Body, kw_only=True):
     logprob_start_len: int | list[int] = -1    # -1: logprobs of the output only
     top_logprobs_num: int | list[int] = 0
     return_text_in_logprobs: bool = False
+    children: int = 0
+    parent: str = ""
+
+
+class HoldBody(Body, kw_only=True):
+    """POST /hold: start to prefill a text, and keep it for so many calls that name the answer's `hold` as their parent. See GenerateBody."""
+    text: str | None = None
+    input_ids: list[int] | None = None
+    children: Annotated[int, msgspec.Meta(ge=1)]
+    parent: str = ""
+
+
+class ScoreBody(Body, kw_only=True):
+    """POST /score: how likely each of the choices is behind the text (scoring.py). unconditional: and without it. parent: as on /generate."""
+    text: str
+    choices: list[str]
+    unconditional: bool = False
+    parent: str = ""
 
 
 class AbortBody(msgspec.Struct, kw_only=True):
-    """POST /abort_request: requests to end, by the id that the client or the answer gave them."""
+    """POST /abort_request: requests to end, and holds to release, by the id that the client or the answer gave them."""
     rid: str | None = None
     abort_all: bool = False
 
@@ -160,62 +180,6 @@ class TreeQuery(msgspec.Struct, kw_only=True):
     format: Literal["json", "text"] = "json"
     max_nodes: Annotated[int, msgspec.Meta(ge=1, le=10_000)] = 500
     width: Annotated[int, msgspec.Meta(ge=4, le=1_000)] = 60
-
-
-def read_query(given: Mapping[str, str], kind: type) -> Any:
-    """The parameters behind a URL's question mark as a `kind`. RequestError says which is wrong."""
-    return convert({name: int(value) if re.fullmatch(r"-?\d{1,18}", value) else value for name, value in given.items()}, kind)
-
-
-def read_json(raw: bytes) -> dict:
-    """The object a body holds, without its nulls (a null is a field not given). RequestError says what is wrong."""
-    try:
-        value = msgspec.json.decode(raw)
-    except RecursionError:
-        raise RequestError("the body is not usable JSON: it is nested too deeply") from None
-    except msgspec.DecodeError as error:
-        raise _not_json(raw, error) from None
-    if not isinstance(value, dict):
-        raise RequestError(f"the body must be a JSON object, got {show(value)}")
-    return {name: given for name, given in value.items() if given is not None}
-
-
-class _NoJson(str):
-    """What stands in a body in the place of a value, as the sender will recognise it."""
-
-
-def _not_json(raw: bytes, error: msgspec.DecodeError) -> RequestError:
-    """Why a body is not JSON. Python's own parser is laxer (NaN, lone surrogates): what it takes, it can name."""
-    def number(text: str) -> float | _NoJson:
-        return float(text) if abs(float(text)) < float("inf") else _NoJson(text[:20])
-
-    def integer(text: str) -> int | _NoJson:
-        return int(text) if len(text) <= MAX_INT_DIGITS else _NoJson(f"an integer of {len(text)} digits")
-
-    try:
-        stack = [("", "", json.loads(raw, parse_float=number, parse_int=integer, parse_constant=_NoJson))]
-    except (ValueError, RecursionError):
-        stack = []
-    while stack:
-        path, name, value = stack.pop()
-        if isinstance(value, _NoJson):
-            return RequestError(f"{path}: expected a finite number, got {value}", name)
-        if isinstance(value, str) and _has_lone_surrogate(value):
-            return RequestError(f"{path}: a text holds half of a surrogate pair, which is no character", name)
-        if isinstance(value, dict):
-            stack += [(f"{path}.{show(key)[1:-1]}".lstrip("."), name if name not in ("", "sampling_params") else key, inner)
-                      for key, inner in value.items()]
-        elif isinstance(value, list):
-            stack += [(f"{path}[{n}]", name, inner) for n, inner in enumerate(value)]
-    return RequestError(f"the body is not valid JSON: {error}")
-
-
-def _has_lone_surrogate(text: str) -> bool:
-    try:
-        text.encode()
-        return False
-    except UnicodeEncodeError:
-        return True
 
 
 def sort_fields(given: dict, kind: type[Body]) -> tuple[Body, dict]:
@@ -232,7 +196,7 @@ def sort_fields(given: dict, kind: type[Body]) -> tuple[Body, dict]:
         elif kind is GenerateBody and name in SamplingParams.__struct_fields__ and name not in LOGPROB_FIELDS:
             raise RequestError(f"{name} belongs into sampling_params on this route, got {show(value)}", name)
         elif _is_used(name, value):
-            (own if kind is GenerateBody or name in known_elsewhere else sampling)[name] = value
+            (own if kind in (GenerateBody, ScoreBody) or name in known_elsewhere else sampling)[name] = value
     for required in ("messages", "prompt"):
         if required in own_names and required not in own:
             raise RequestError(f"{required} is missing", required)
@@ -345,6 +309,7 @@ class Reader:
             except ValueError as error:
                 self.why_no_chat = str(error)
         self.style: Style | None = STYLES[reasoning] if reasoning else None
+        self.roles = self.template.roles() if self.template else PLAIN_ROLES
         self.call_format = CALL_FORMATS[calls] if calls else detect(self.template.tool_source) if self.template else None
 
     def _usable(self, recommended: dict) -> dict:
@@ -361,7 +326,7 @@ class Reader:
         return usable
 
     def chat(self, raw: bytes) -> Call:
-        """The call that a body of /v1/chat/completions makes. This and the next two raise RequestError where there is none."""
+        """The call that a body of /v1/chat/completions makes. This and the next three raise RequestError where there is none."""
         body, sampling = sort_fields(read_json(raw), ChatBody)
         self._check(body)
         if self.template is None:
@@ -424,12 +389,24 @@ class Reader:
 
     def generate(self, raw: bytes) -> Call:
         """The call that a body of /generate makes."""
-        body, _ = sort_fields(read_json(raw), GenerateBody)
+        return self._generate(sort_fields(read_json(raw), GenerateBody)[0])
+
+    def hold(self, raw: bytes) -> Call:
+        """The call that a body of /hold makes."""
+        body, _ = sort_fields(read_json(raw), HoldBody)
+        if body.stream or isinstance(body.rid, list):
+            raise RequestError("a hold is named at once: stream must be false, and rid a string", "stream" if body.stream else "rid")
+        given = {name: getattr(body, name) for name in HoldBody.__struct_fields__}
+        return self._generate(GenerateBody(**given | {"rid": body.rid or uuid.uuid4().hex, "sampling_params": {"max_new_tokens": 0}}))
+
+    def _generate(self, body: GenerateBody) -> Call:
         self._check(body)
         if (body.text is None) == (body.input_ids is None):
             raise RequestError("give either text or input_ids", "text")
         name = "text" if body.text is not None else "input_ids"
         prompts = self._prompts(body.text if body.text is not None else body.input_ids, name)
+        if body.children:
+            prompts = [Prompt(prompt.ids[:-1], prompt.text) if prompt.text is not None and len(prompt.ids) > 1 else prompt for prompt in prompts]
         given, logprob, start, top = (_for_each(getattr(body, name), len(prompts), name) for name in (
             "sampling_params", "return_logprob", "logprob_start_len", "top_logprobs_num"))
         for wanted in top:
@@ -447,6 +424,25 @@ class Reader:
         single = params[0].n == 1 and (isinstance(body.text, str) or body.text is None and isinstance(body.input_ids[0], int))
         return self._call(body, prompts, params, GenerateAnswer, "", single=single)
 
+    def score(self, raw: bytes) -> Call:
+        """The call that a body of /score makes."""
+        body, _ = sort_fields(read_json(raw), ScoreBody)
+        self._check(body)
+        if body.stream or isinstance(body.rid, list):
+            raise RequestError("scores are one answer, which comes whole: stream must be false, and rid a string", "stream" if body.stream else "rid")
+        longest = max(map(len, body.choices), default=0)
+        self.codec.check_length(len(body.text) + longest, self.ready.context_len)
+        if (total := len(body.text) * len(body.choices) + sum(map(len, body.choices))) > MAX_SCORED_CHARS:
+            raise RequestError(f"{len(body.choices)} choices behind a text of {len(body.text)} characters make {total} characters, the text counted "
+                               f"for each; at most {MAX_SCORED_CHARS} go into one call", "choices")
+        rid = body.rid or uuid.uuid4().hex
+        asked = score_requests(read_texts(self.codec.encode, body.text, body.choices, body.unconditional), rid, body.parent,
+                               namespace=self._namespace(body), priority=body.priority, routing_key=body.routing_key)
+        for request in asked:
+            request.verify(self.ready.vocab_size, self.ready.context_len)
+        choices = [Choice(n, request, Prompt(request.prompt_ids), self.codec) for n, request in enumerate(asked)]
+        return Call(asked, ScoreAnswer(rid, self.model, body, choices, self.codec), False)
+
     def _native_params(self, given: dict, logprob: bool, start: int, top: int) -> SamplingParams:
         kept = {name: value for name, value in given.items() if _is_used(name, value)}
         if misplaced := LOGPROB_FIELDS & set(kept):
@@ -454,6 +450,8 @@ class Reader:
                                "logprob_start_len on this route, beside sampling_params", "sampling_params")
         if logprob:
             kept["logprobs"] = top
+            if start < 0 and 0 in (kept.get("max_new_tokens"), kept.get("max_tokens")):
+                start = 0  # there is no output that they could be of
             if start >= 0:
                 kept.update(prompt_logprobs=top, logprob_start_len=start)
         params = SamplingParams.from_dict(kept)
@@ -514,24 +512,30 @@ class Reader:
             kind = next(p.grammar[0] for p in params if p.grammar)
             raise RequestError(f"{kind}: the grammars of this call make {total} characters, counted for each of its {sum(p.n for p in params)} "
                                f"samples; at most {MAX_CALL_GRAMMARS} go into one call", kind)
-        for name in ("cache_salt", "extra_key"):
-            if "\0" in getattr(body, name):
-                raise RequestError(f"{name} must not hold a NUL character", name)
-        namespace = body.cache_salt + ("\0" + body.extra_key if body.extra_key else "")
+        namespace, children, parent = self._namespace(body), getattr(body, "children", 0), getattr(body, "parent", "")
         base = body.rid if isinstance(body.rid, str) else prefix + uuid.uuid4().hex
         rids = body.rid if isinstance(body.rid, list) else _numbered(base, len(prompts))
         choices = []
         for prompt, p, rid in zip(prompts, params, _for_each(rids, len(prompts), "rid")):
             one, rids = msgspec.structs.replace(p, n=1), _numbered(rid, p.n)
             for index in range(p.n):
-                request = Request(rid=rids[index], prompt_ids=prompt.ids, params=one, index=index,
-                                  stream=body.stream, namespace=namespace, priority=body.priority, routing_key=body.routing_key)
+                request = Request(rid=rids[index], prompt_ids=prompt.ids, params=one, index=index, stream=body.stream, namespace=namespace,
+                                  priority=body.priority, routing_key=body.routing_key, children=0 if index else children,
+                                  parent="" if choices else parent)
                 if index == 0:
                     request.verify(self.ready.vocab_size, self.ready.context_len)
                 choices.append(Choice(len(choices), request, prompt, self.codec))
         if len({c.request.rid for c in choices}) < len(choices):
             raise RequestError("rid: two requests of one call have the same id", "rid")
         return Call([c.request for c in choices], answer(base, self.model, body, choices, self.codec, **options), body.stream)
+
+
+    @staticmethod
+    def _namespace(body: Body) -> str:
+        for name in ("cache_salt", "extra_key"):
+            if "\0" in getattr(body, name):
+                raise RequestError(f"{name} must not hold a NUL character", name)
+        return body.cache_salt + ("\0" + body.extra_key if body.extra_key else "")
 
 
 def _numbered(name: str, count: int) -> list[str]:
@@ -798,28 +802,27 @@ class GenerateAnswer(Answer):
                 self.codec.token_text(token_id) if self.body.return_text_in_logprobs else None)
 
 
-# ----------------------------------------------------------------------------------------------------------------------- the tree
+class ScoreAnswer(Answer):
+    """The logprobs of each choice of a ScoreBody. The chunks are the engine's whole answers, one for each request."""
 
-def draw_tree(view: dict) -> str:
-    """What `Engine.tree_view` says as a drawing, a line a node."""
-    def family(node: dict) -> int | str:
-        return node["namespace"] if node["parent"] is None else node["parent"]
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.chunks: dict[str, Chunk] = {}
 
-    nodes, indents, namespace = view["nodes"], [], None
-    last = {family(node): n for n, node in enumerate(nodes)}
-    left_out = f"; {view['left_out']} beginnings are left out, a larger max_nodes shows more" if view["left_out"] else ""
-    lines = [f"{view['cached_tokens']} tokens cached, {view['locked_tokens']} of them locked, {view['shown_tokens']} shown{left_out}"]
-    for n, node in enumerate(nodes):
-        if node["parent"] is None and node["namespace"] != namespace:
-            namespace = node["namespace"]
-            lines.append(f"root {namespace!r}" if namespace else "root")
-        facts = [f"{node['tokens']} tok"] + ["not computed"] * (node["where"] == "ghost")
-        facts += [f"{node['waiters']} waiting"] * (node["waiters"] > 0) + [f"{node['locks']} locks"] * (node["locks"] > 0)
-        facts += [f"{node['hits']} hits"] * (node["hits"] > 1) + [f"{node['left_out']} below left out"] * (node["left_out"] > 0)
-        indent, is_last = "" if node["parent"] is None else indents[node["parent"]], last[family(node)] == n
-        indents.append(indent + ("    " if is_last else "|   "))
-        lines.append(f"{indent}{'`-- ' if is_last else '|-- '}{repr(node['text'])[1:-1]}  ({', '.join(facts)})")
-    return "\n".join(lines) + "\n"
+    def take(self, chunk: Chunk) -> Choice:
+        """Keep a chunk, and count it."""
+        self.chunks[chunk.rid] = chunk
+        return super().take(chunk)
+
+    def body_json(self) -> Any:
+        found = read_scores(self.body.choices, [choice.request for choice in self.choices], self.chunks)
+
+        def numbers(entries: list[Logprob]) -> list[float | None]:
+            return [None if e.logprob is None else max(e.logprob, LOWEST_LOGPROB) for e in entries]
+
+        return {"scores": [{"text": score.text, "token_ids": [e.token_id for e in score.tokens], "logprobs": numbers(score.tokens),
+                            "unconditional_logprobs": None if score.unconditional is None else numbers(score.unconditional)} for score in found],
+                "usage": self.usage()}
 
 
 def _demo() -> None:

@@ -1,6 +1,6 @@
 """API speculative execution: several gens of a program answered by one call that is longer than any of them.
 
-A program on somebody else's API pays for every call: the prompt is billed, and waited for, again. But a model that is shown a pattern goes on with it:
+A program on somebody else's API pays for every call: the prompt is billed, and waited for, again. But a model that sees a pattern goes on with it:
 
     s += "Name:" + gen("name", stop="\\n") + "\\nJob:" + gen("job", stop="\\n")
 
@@ -11,13 +11,13 @@ A program on somebody else's API pays for every call: the prompt is billed, and 
       job, up to its stop                      " mathematician"   no call
 
 `Leftover` does this for completions. What the program writes is looked for at the beginning of what is left, and a gen takes from the rest up to its
-stop string; where the text does not fit, where no stop is in it, or where other parameters are asked for, the rest is dropped and the next call is made. So
-nothing that is kept differs from what the model wrote behind exactly this prompt. A chat API writes whole turns, so there `match_turn` holds a whole
-assistant message, its texts and gens, against one answer.
+stop string; where the text does not fit, where no stop is in it, or where other parameters are asked for, the rest is dropped and the next call is
+made. So nothing that is kept differs from what the model wrote behind exactly this prompt. A chat API writes whole turns, so there `match_turn` holds
+a whole assistant message, its texts and gens, against one answer.
 
-Invariant: a value never holds its stop string, and prompt plus values is a text that the model wrote. Cost: tokens that are made and not used; calls that
-were saved are counted on the backend. Stops holding: sampled gens of one call share its noise; they are one sample of the whole text, which is no
-loss, but seeds per gen mean nothing. Source: Zheng et al. 2024, section 4.
+Invariant: a value never holds its stop string, and prompt plus values is a text that the model wrote. Cost: tokens that are made and not used; calls
+that were saved are counted on the backend. Stops holding: sampled gens of one call share its noise; they are one sample of the whole text, which is
+no loss, but seeds per gen mean nothing. Source: Zheng et al. 2024, section 4.
 """
 
 from __future__ import annotations
@@ -64,13 +64,12 @@ class Leftover:
             if (cut := first_stop(rest, params.get("stop"))) is not None:
                 saved(1)
                 return self._cut(prompt, rest, cut, same, self.meta)
-        longer = {**{name: value for name, value in params.items() if name != "stop"}, "max_tokens": max(length, params.get("max_tokens") or 0)}
-        output = ask(longer)
+        output = ask({**{name: value for name, value in params.items() if name != "stop"}, "max_tokens": length})
         meta = getattr(output, "meta_info", None) or {}
         if (cut := first_stop(output.text, params.get("stop"))) is not None:
             return self._cut(prompt, output.text, cut, same, meta)
         self.params = None
-        if params.get("max_tokens", length) < length and output.finish_reason == "length":      # it is shorter than what was asked for: ask again
+        if output.finish_reason == "length":        # it wants to be longer, or is to be shorter: as if nothing had been
             output = ask(params)
             meta = getattr(output, "meta_info", None) or {}
         return Taken(output.text, output.finish_reason, meta)

@@ -1,7 +1,7 @@
 """Choices: which of some texts a model finds likeliest, after what stands before them.
 
 `select` scores every choice as a continuation, all in one batch, and a *method* turns the scores into a decision. The obvious sum of
-log-probabilities prefers short texts, and the mean over tokens, which is the default, prefers texts whose later tokens are certain, so there are three:
+log-probabilities prefers short texts, and the mean over tokens, the default, prefers texts whose later tokens are certain, so there are three:
 
     token_length_normalized              the mean log-probability of a choice's tokens
     greedy_token_selection               the likeliest first token, then the likeliest second one behind it, ... as greedy decoding among them would

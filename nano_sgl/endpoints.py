@@ -1,6 +1,7 @@
 """Endpoints: servers as backends of the language.
 
     RuntimeEndpoint(url)     a nano_sgl server, over /generate, /score and /hold: everything the engine in this process can, sharing too
+    Runtime(model)           the same, in a process of its own that it starts and ends
     OpenAI(model, base_url)  any server that speaks OpenAI's API, completions or chat: what that API has, and whatever of the rest the server takes
 
                          texts, params              HTTP
@@ -25,7 +26,12 @@ from __future__ import annotations
 import base64
 import json
 import mimetypes
+import socket
+import subprocess
+import sys
 import threading
+import time
+import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -40,6 +46,7 @@ from .ir import Image, Video
 OPENAI_PARAMS = ("max_tokens", "temperature", "top_p", "n", "stop", "seed", "frequency_penalty", "presence_penalty", "logit_bias")
 LOGPROB_PARAMS = ("logprobs", "prompt_logprobs", "logprob_start_len")
 CONNECT_S = 10.0
+POLL_S, STOP_S = 0.2, 20.0     # how often a server that starts is asked whether it is there, and how long one may take to end
 
 
 class EndpointError(RuntimeError):
@@ -169,7 +176,8 @@ class RuntimeEndpoint(_Server):
 
     def score(self, prefix: str, choices: list[str], *, unconditional: bool = False, parent: str = "") -> list[Score]:
         """See interpreter.Backend."""
-        found = self._ask("POST", "/score", {"text": prefix, "choices": choices, "unconditional": unconditional, **({"parent": parent} if parent else {})})
+        body = {"text": prefix, "choices": choices, "unconditional": unconditional, **({"parent": parent} if parent else {})}
+        found = self._ask("POST", "/score", body)
         self._count(calls=1, prompt_tokens=found["usage"].get("prompt_tokens", 0))
         return [Score(s["text"], list(map(Token, s["token_ids"], s["logprobs"])),
                       None if s["unconditional_logprobs"] is None else list(map(Token, s["token_ids"], s["unconditional_logprobs"])))
@@ -203,6 +211,56 @@ class RuntimeEndpoint(_Server):
 
     def _used(self, meta: dict) -> None:
         self._count(calls=1, **{name: meta.get(name, 0) for name in ("prompt_tokens", "completion_tokens", "cached_tokens")})
+
+
+class Runtime(RuntimeEndpoint):
+    """A nano_sgl server of one's own: a process that lives until `shutdown`, or until this program ends. flags: the server's, with underscores."""
+
+    def __init__(self, model_path: str = "demo", *, port: int | None = None, start_timeout_s: float = 600.0, **flags: Any):
+        if port is None:
+            with socket.socket() as probe:
+                probe.bind(("127.0.0.1", 0))
+                port = probe.getsockname()[1]
+        options = {"model": model_path, "host": "127.0.0.1", "port": port, **flags}
+        command = [sys.executable, "-m", "nano_sgl.server"]
+        for name, value in options.items():
+            command += [] if value is False else [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
+        self._process = subprocess.Popen(command)
+        self._stop = weakref.finalize(self, _stop_process, self._process)
+        super().__init__(f"http://127.0.0.1:{port}")
+        deadline = time.monotonic() + start_timeout_s
+        while True:
+            if self._process.poll() is not None:
+                raise EndpointError(f"the server ended with code {self._process.returncode}: {' '.join(command)}")
+            if time.monotonic() > deadline:
+                self.shutdown()
+                raise EndpointError(f"the server was not ready after {start_timeout_s:g} s: {' '.join(command)}")
+            try:
+                if self._client.get(self.base_url + "/health", timeout=5).status_code == 200:
+                    return
+            except httpx.HTTPError:
+                pass
+            time.sleep(POLL_S)
+
+    def shutdown(self) -> None:
+        """End the server."""
+        self.close()
+        self._stop()
+
+    def __enter__(self) -> Runtime:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.shutdown()
+
+
+def _stop_process(process: subprocess.Popen) -> None:
+    process.terminate()
+    try:
+        process.wait(STOP_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 class OpenAI(_Server):
@@ -244,7 +302,8 @@ class OpenAI(_Server):
         if self.is_chat_model:
             raise EndpointError("select needs the log-probabilities of texts, which a chat API has not; use OpenAI(..., is_chat_model=False)")
         prompts = [prefix + choice for choice in choices] + (list(choices) if unconditional else [])
-        found = self._ask("POST", self._path, {"model": self.model_name, "prompt": prompts, "max_tokens": 0, "echo": True, "logprobs": 0, "temperature": 0})
+        body = {"model": self.model_name, "prompt": prompts, "max_tokens": 0, "echo": True, "logprobs": 0, "temperature": 0}
+        found = self._ask("POST", self._path, body)
         usage = found.get("usage") or {}
         self._count(calls=1, prompt_tokens=usage.get("prompt_tokens", 0))
         lists = [choice["logprobs"] for choice in sorted(found["choices"], key=lambda c: c["index"])]

@@ -9,14 +9,14 @@ Every state (a program's, and each child of a fork) has a queue of nodes that ru
 written. The first node that does starts a thread, which lives until the queue is empty. So branches generate at the same time, and the
 engine makes them one batch; writing never waits; a read waits for one variable (`s["a"]`) or for all that was written (`s.text()`).
 
-Sharing is declared, not found: a fork tells the backend that so many children will begin with the text so far (`hold`: prefilled once, kept until they
-are in), and so does a batch of programs for what they have in common. Whoever begins with a held prefix names it with its first request.
+Sharing is declared, not found: a fork tells the backend that so many children will begin with the text so far (`hold`: prefilled once, kept until
+they are in), and so does a batch of programs for what they have in common. Whoever begins with a held prefix names it with its first request.
 
 Errors. A node that fails ends its state: its queue is dropped, its unborn children fail with it, and whoever waits for it, reads it, writes
 to it or joins it gets a ProgramError with the line that wrote the node and the branch it was in. `run` raises one that nobody has been told of.
 
-Names. A *backend* is any object with the methods of `Backend`; `nano_sgl.LLM` is one, endpoints.py has others. `live` is the text of a generation that
-is still going on, for those who stream. `pending` counts, by variable, the nodes in the queue that will set it.
+Names. A *backend* is any object with the methods of `Backend`; `nano_sgl.LLM` is one, endpoints.py has others. `live` is the text of a generation
+that is still going on, for those who stream. `pending` counts, by variable, the nodes in the queue that will set it.
 
 Invariants: nodes of a state run in the order in which they were written, one at a time; `text()` is the concatenation of what they appended;
 all that a state's iterators yielded is a prefix of it at any time. When a run has ended no thread of it is left, and no hold.
@@ -139,7 +139,8 @@ class Run:
 
     def role(self, name: str) -> tuple[str, str]:
         if name not in self.roles:
-            raise ValueError(f"this model's chat template has no place for a {name} message; it has {', '.join(r for r in ir.ROLES if r in self.roles)}")
+            known = ", ".join(role for role in ir.ROLES if role in self.roles)
+            raise ValueError(f"this model's chat template has no place for a {name} message; it has {known}")
         return self.roles[name]
 
     def hold(self, prefix: str, children: int, parent: str = "") -> Hold | None:
@@ -154,10 +155,14 @@ class Run:
         if hasattr(self.backend, "count_saved"):
             self.backend.count_saved(calls)
 
-    def finish(self) -> None:
-        """Wait for all states; raise what nobody has been told of."""
+    def finish(self, stopped: BaseException | None = None) -> None:
+        """Wait for all states; raise what nobody has been told of. stopped: what has ended the program, so that what has not begun is left out."""
+        dropped = [(state, left) for state in self.states if (left := state._drop())] if stopped is not None else []
         for state in self.states:       # forks made meanwhile are waited for, too
             state._settle()
+        for state, (node, where) in dropped:
+            state._fail(stopped, node, where)
+            state._told = True          # by what is raised
         for state in self.states:
             state._give_up_hold()
         for state in self.states:
@@ -235,9 +240,11 @@ class ProgramState(Writer):
                 self._pending.subtract(node.names() if done else ())
                 self._changed.notify_all()
 
-    @staticmethod
-    def _takes_time(node: Expr) -> bool:
-        return not isinstance(node, (ir.Text, ir.RoleBegin, ir.ScopeBegin, ir.Fork, ir.Join)) or isinstance(node, ir.RoleEnd)
+    def _takes_time(self, node: Expr) -> bool:
+        """Does running a node wait for somebody? A fork may have to say what it shares, and a turn's end to ask for the turn."""
+        if isinstance(node, ir.Fork):
+            return node.size > 1 and self.run.hints and hasattr(self.run.backend, "hold")
+        return self._turn is not None if isinstance(node, ir.RoleEnd) else not isinstance(node, (ir.Text, ir.RoleBegin, ir.ScopeBegin, ir.Join))
 
     def _fail(self, error: BaseException, node: Expr | None, where: str) -> None:
         if not isinstance(error, ProgramError):
@@ -255,6 +262,16 @@ class ProgramState(Writer):
         for unborn in (child for node in left if isinstance(node, ir.Fork) for child in node.children if not child._started):
             unborn._started = True
             unborn._fail(error, node, where)
+
+    def _drop(self) -> tuple[Expr, str] | None:
+        """Leave out what has not begun to run; returns the first of it."""
+        with self._changed:
+            left = self._queue[0] if self._queue else None if self._started else (ir.ForkItem(0), "")
+            self._queue.clear()
+            self._busy = self._busy and self._started
+            self._started = True
+            self._changed.notify_all()
+        return left if self._error is None else None
 
     def _raise(self) -> None:
         self._told = True
@@ -427,8 +444,8 @@ class ProgramState(Writer):
         params = self._params(node)
         with_text, single = params.pop("return_text_in_logprobs", False), params.get("n", 1) == 1
         if self.run.is_chat and (self._role != "assistant" or self._parts):
-            raise ValueError("a chat API begins its answers itself: gen stands right behind the beginning of an assistant message, with nothing before "
-                             "it. (function(num_api_spec_tokens=...) asks for a turn of texts and gens as a whole.)")
+            raise ValueError("a chat API begins its answers itself: gen stands right behind the beginning of an assistant message, with nothing "
+                             "before it. (function(num_api_spec_tokens=...) asks for a turn of texts and gens as a whole.)")
         if self.run.spec_tokens and not self.run.is_chat and single:
             outputs = [self._leftover.take(self._text, params, lambda longer: self._ask(longer)[0], self.run.spec_tokens, self.run.saved)]
         elif self.run.stream and single and hasattr(self.run.backend, "stream"):
@@ -511,8 +528,8 @@ class ProgramState(Writer):
                         self._pending.subtract(node.names())
                     self._add_text(value)
                 return
-        raise ValueError(f"{TRIES} answers to this turn did not have its texts, {', '.join(repr(n.value) for n, _ in turn if isinstance(n, ir.Text))}, "
-                         f"and an end for each gen; the last was {output.text!r:.200}")
+        texts = ", ".join(repr(node.value) for node, _ in turn if isinstance(node, ir.Text))
+        raise ValueError(f"{TRIES} answers to this turn did not have its texts, {texts}, and an end for each gen; the last was {output.text!r:.200}")
 
     # --------------------------------------------------------------------------------------------------------------- reading
 
@@ -676,8 +693,8 @@ def meta_info(output: Any, backend: Any = None, with_text: bool = False) -> dict
         return made
     ids, decode = getattr(output, "output_ids", None) or [], getattr(backend, "tokenizer", None)
     kinds = {"stop": {"type": "stop", "matched": getattr(output, "stop_reason", None)}, "length": {"type": "length", "length": len(ids)}}
-    found = {"finish_reason": kinds.get(output.finish_reason, {"type": output.finish_reason}), "prompt_tokens": len(getattr(output, "prompt_ids", ())),
-             "completion_tokens": len(ids), "cached_tokens": getattr(output, "cached_tokens", 0)}
+    found = {"finish_reason": kinds.get(output.finish_reason, {"type": output.finish_reason}), "completion_tokens": len(ids),
+             "prompt_tokens": len(getattr(output, "prompt_ids", ())), "cached_tokens": getattr(output, "cached_tokens", 0)}
 
     def entry(token_id: int, logprob: float | None) -> tuple:
         return logprob, token_id, decode.decode([token_id]) if with_text and decode is not None else None

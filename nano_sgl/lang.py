@@ -21,12 +21,12 @@ What is written is an expression (ir.py); what runs it never blocks the program 
 engine in this process, or a server (endpoints.py). A program is a function of a state; it is run, run for a batch of arguments, bound to some of
 them, traced without a model, or called by another program with its state.
 
-Sharing is declared. `fork(n)` tells the engine that n children will begin with this text, so it is prefilled once and stays until they are in; `run_batch`
-traces the program first, and does the same for what all calls of the batch begin with. `Config.hints` is the paper's ablation: without it the cache has to
-find both by itself, as it would from independent calls; `Config.parallel` off is "no frontend parallelism": a fork's branches one after the other.
+Sharing is declared. `fork(n)` tells the engine that n children will begin with this text, so it is prefilled once and stays until they are in;
+`run_batch` traces the program first, and does the same for what all calls of the batch begin with. `Config.hints` is the paper's ablation: without it
+the cache has to find both by itself, as it would from independent calls; `Config.parallel` off is "no frontend parallelism": branches one by one.
 
-Names and defaults are SGLang's, whose programs run unchanged; what theirs lacks: seed, repetition_penalty, ebnf, structural_tag, logit_bias, and errors
-that say which line of which branch has failed. `run` waits for the program and raises; with stream=True it returns at once.
+Names and defaults are SGLang's, whose programs run unchanged; what theirs lacks: seed, repetition_penalty, ebnf, structural_tag, logit_bias, and
+errors that say which line of which branch has failed. `run` waits for the program and raises; with stream=True it returns at once.
 
 Invariant: importing this costs no torch. Cost: a thread a program in `run_batch`. Stops holding: control tokens in a text are control tokens, also in
 what an argument brings. Source: Zheng et al. 2024.
@@ -48,15 +48,15 @@ from . import ir
 from .api_speculation import Leftover
 from .choices import (CHOICES_METHODS, ChoicesDecision, ChoicesMethod, Score, choices_method, find_method, greedy_token_selection,
                       token_length_normalized, unconditional_likelihood_normalized)
-from .endpoints import OpenAI, RuntimeEndpoint
+from .endpoints import OpenAI, Runtime, RuntimeEndpoint
 from .interpreter import Backend, Echo, Hold, ProgramError, ProgramState, Run
 from .ir import Expr, Graph, Group, TracingError
 
-__all__ = ["Backend", "CHOICES_METHODS", "ChoicesDecision", "ChoicesMethod", "Config", "Echo", "Expr", "Function", "Graph", "Group", "Leftover", "OpenAI",
-           "ProgramError", "ProgramState", "RuntimeEndpoint", "Score", "TracingError", "assistant", "assistant_begin", "assistant_end",
-           "choices_method", "config", "flush_cache", "function", "gen", "gen_int", "gen_string", "get_server_info", "greedy_token_selection", "image",
-           "select", "separate_reasoning", "set_default_backend", "system", "system_begin", "system_end", "token_length_normalized",
-           "unconditional_likelihood_normalized", "user", "user_begin", "user_end", "video"]
+__all__ = ["Backend", "CHOICES_METHODS", "ChoicesDecision", "ChoicesMethod", "Config", "Echo", "Expr", "Function", "Graph", "Group", "Leftover",
+           "OpenAI", "ProgramError", "ProgramState", "Runtime", "RuntimeEndpoint", "Score", "TracingError", "assistant", "assistant_begin",
+           "assistant_end", "choices_method", "config", "flush_cache", "function", "gen", "gen_int", "gen_string", "get_server_info",
+           "global_config", "greedy_token_selection", "image", "select", "separate_reasoning", "set_default_backend", "system", "system_begin",
+           "system_end", "token_length_normalized", "unconditional_likelihood_normalized", "user", "user_begin", "user_end", "video"]
 
 PREFIX_CHARS = 64           # a shorter common prefix of a batch is not worth a request
 THREADS = 96                # programs of a batch at once, or 16 a core
@@ -64,8 +64,8 @@ THREADS = 96                # programs of a batch at once, or 16 a core
 
 @dataclass
 class Config:
-    """What holds for all programs. precache_with_tracing: `run_batch` looks for what its programs have in common; hints: forks and batches declare what
-    they share; parallel: branches of a fork run at the same time."""
+    """What holds for all programs. precache_with_tracing: `run_batch` looks for what its programs have in common; hints: forks and batches declare
+    what they share; parallel: branches of a fork run at the same time."""
 
     default_backend: Backend | None = None
     precache_with_tracing: bool = True
@@ -74,7 +74,7 @@ class Config:
     verbosity: int = 0      # from 2 on, run prints the text
 
 
-config = Config()
+config = global_config = Config()
 
 
 def set_default_backend(backend: Backend) -> None:
@@ -113,7 +113,8 @@ def gen(name: str | None = None, max_tokens: int | None = None, min_tokens: int 
         repetition_penalty: float | None = None, seed: int | None = None, ebnf: str | None = None, structural_tag: Any = None,
         logit_bias: dict[int, float] | None = None, json_object: bool | None = None, reasoning_end: str | None = None,
         thinking_budget: int | None = None) -> Expr:
-    """What the model writes here, as variable `name`. What is not given is as `run` has it. With `choices` it is a `select`. dtype: int, float, str, bool."""
+    """What the model writes here, as variable `name`. What is not given is as `run` has it. With `choices` it is a `select`. dtype: int, float, str
+    or bool, or one of these names."""
     given = {key: value for key, value in locals().items() if value is not None}
     for key in ("name", "choices", "choices_method"):
         given.pop(key, None)
@@ -208,7 +209,7 @@ def video(path: str, num_frames: int) -> Expr:
 
 
 def separate_reasoning(expr: Expr, model_type: str = "qwen3") -> Expr:
-    """What the model thinks in a gen goes to variable `<name>_reasoning_content`, and out of the text. model_type: as the server's --reasoning-parser."""
+    """What the model thinks in a gen goes to variable `<name>_reasoning_content`, and out of the text. model_type: as --reasoning-parser has it."""
     return ir.SeparateReasoning(ir.as_expr(expr), model_type)
 
 
@@ -257,8 +258,8 @@ class Function:
         return found
 
     def run(self, *args: Any, backend: Backend | None = None, stream: bool = False, use_thread: bool = True, **given: Any) -> ProgramState:
-        """Run it; SamplingParams given here (max_new_tokens, temperature, ...) are for gens that do not say otherwise. Waits for all that the program has
-        written, unless it streams. ProgramError where a node has failed; what the program itself raises comes as it is."""
+        """Run it; SamplingParams given here (max_new_tokens, temperature, ...) are for gens that do not say otherwise. Waits for all that the program
+        has written, unless it streams. ProgramError where a node has failed; what the program itself raises comes as it is."""
         options, values = _split(given)
         run = Run(_backend(backend), options, stream, use_thread and config.parallel, self.num_api_spec_tokens, config.hints)
         values = self._values(args, values)
@@ -281,7 +282,7 @@ class Function:
         except BaseException as raised:
             error = raised
         try:
-            state.run.finish()
+            state.run.finish(stopped=error)
         except ProgramError as raised:
             error = error or raised
         state._end(True, error)
@@ -291,10 +292,10 @@ class Function:
 
     def run_batch(self, batch_kwargs: Sequence[dict | tuple], *, backend: Backend | None = None, num_threads: int | str = "auto",
                   progress_bar: bool = False, generator_style: bool = False, **given: Any) -> list[ProgramState] | Iterator[ProgramState]:
-        """Run it for every item (arguments by name, or a tuple of them), many at once; their states, in order. What the programs begin with is prefilled once.
+        """Run it for every item (arguments by name, or a tuple of them), many at once; their states, in order. A common beginning is computed once.
 
-        A program that fails keeps its error (`state.error()`, and whoever reads the state gets it); the others go on. generator_style: the states one by
-        one, as soon as they are there."""
+        A program that fails keeps its error (`state.error()`, and whoever reads the state gets it); the others go on. generator_style: the states
+        one by one, as soon as they are there."""
         options, values = _split(given)
         backend, batch = _backend(backend), list(batch_kwargs)
         if values:
@@ -308,7 +309,8 @@ class Function:
         states = self._batch(backend, batch, options, num_threads, progress_bar)
         return states if generator_style else list(states)
 
-    def _batch(self, backend: Backend, batch: list[dict], options: dict[str, Any], num_threads: int | str, progress_bar: bool) -> Iterator[ProgramState]:
+    def _batch(self, backend: Backend, batch: list[dict], options: dict[str, Any], num_threads: int | str,
+               progress_bar: bool) -> Iterator[ProgramState]:
         if not batch:
             return
         most = max(THREADS, 16 * (os.cpu_count() or 1)) if num_threads == "auto" else num_threads
@@ -367,8 +369,8 @@ class Function:
 
 _KEYWORDS = ("backend", "stream", "use_thread", "num_threads", "progress_bar", "generator_style")
 _RUN_OPTIONS = ("max_new_tokens", "max_tokens", "min_tokens", "n", "stop", "stop_token_ids", "stop_regex", "temperature", "top_p", "top_k", "min_p",
-                "frequency_penalty", "presence_penalty", "repetition_penalty", "ignore_eos", "return_logprob", "logprob_start_len", "top_logprobs_num",
-                "return_text_in_logprobs", "seed", "logit_bias", "skip_special_tokens")
+                "frequency_penalty", "presence_penalty", "repetition_penalty", "ignore_eos", "return_logprob", "logprob_start_len",
+                "top_logprobs_num", "return_text_in_logprobs", "seed", "logit_bias", "skip_special_tokens")
 
 
 def _split(given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -32,6 +32,7 @@ import weakref
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import fields
+from typing import Any
 
 from tqdm import tqdm
 
@@ -176,6 +177,14 @@ class LLM:
         except (RequestError, ValueError):
             return PLAIN_ROLES
 
+    def flush_cache(self) -> bool:
+        """Empty the cache; False, and nothing done, while requests run or wait."""
+        return self._loop.ask(Engine.flush_cache)
+
+    def get_server_info(self) -> dict[str, Any]:
+        """What a server's /get_server_info says of its engine: the configuration, and `stats`, which counts."""
+        return self._loop.ask(lambda engine: {**engine.in_force(), "stats": engine.stats()})
+
     def chat_ids(self, messages: Sequence[dict]) -> list[int]:
         """The prompt that the model's chat template makes of a conversation."""
         template = self._chat_template()
@@ -313,7 +322,7 @@ class Loop:
 
     def __init__(self, engine: Engine):
         self.engine = engine
-        self.inbox: queue.SimpleQueue = queue.SimpleQueue()  # (requests, sink) to start, (ids, None) to abort; None: end
+        self.inbox: queue.SimpleQueue = queue.SimpleQueue()  # (requests, sink) to start, (ids, None) to abort, (verb, Future) to ask; None: end
         self._sinks: dict[str, Callable] = {}                # request id -> what takes its chunks
         self._crash: BaseException | None = None
         self._closed = False                                 # guarded by the lock: after it no call enters the inbox
@@ -321,7 +330,7 @@ class Loop:
         self._thread = threading.Thread(target=self._run, name="nano_sgl engine", daemon=True)
         self._thread.start()
 
-    def submit(self, requests: list[Request], sink: Callable) -> None:
+    def submit(self, requests: list[Request] | Callable, sink: Callable | Future) -> None:
         """Start requests; `sink` is called, in the engine's thread, with their chunks, or with what ended the engine."""
         with self._lock:
             if self._closed:
@@ -335,6 +344,12 @@ class Loop:
     def release(self, rid: str) -> None:
         """Abort a request, or end the hold that it has left, whoever waits for it."""
         self.inbox.put(([rid], None))
+
+    def ask(self, verb: Callable[[Engine], Any]) -> Any:
+        """What a method of the engine returns, called between two steps."""
+        answer: Future = Future()
+        self.submit(verb, answer)
+        return answer.result()
 
     def end(self) -> None:
         """End the thread once the step that it is in is done; who still waits is told."""
@@ -363,14 +378,22 @@ class Loop:
             with self._lock:
                 self._closed = True
             while not self.inbox.empty():
-                if (asked := self.inbox.get()) is not None and asked[1] is not None:
+                if (asked := self.inbox.get()) is not None and isinstance(asked[1], Future):
+                    asked[1].set_exception(RuntimeError("the engine has ended"))
+                elif asked is not None and asked[1] is not None:
                     self._sinks.update((request.rid, asked[1]) for request in asked[0])
             for sink in list(self._sinks.values()):
                 self._tell(sink, RuntimeError("the engine was shut down") if self._crash is None else self._crash)
             self._sinks.clear()
 
-    def _take_in(self, asked: list, sink) -> None:
-        """Start requests for a sink; where it is None, they are ids of those to abort."""
+    def _take_in(self, asked, sink) -> None:
+        """Start requests for a sink; where it is None, they are ids of those to abort; where it is a Future, a verb to answer it."""
+        if isinstance(sink, Future):
+            try:
+                sink.set_result(asked(self.engine))
+            except Exception as error:
+                sink.set_exception(error)
+            return
         if sink is None:
             for rid in asked:
                 self._sinks.pop(rid, None)

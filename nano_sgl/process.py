@@ -59,6 +59,7 @@ RESTART_WINDOW_S = 300.0
 MAX_RESTARTS = 5            # within the window; the next death is the last
 LAST_WORDS_S = 0.05         # what a child sent before it died may still be on its way
 VERBS = ("stats", "flush_cache", "tree_view")  # what `EngineProcess.ask` may ask for, beside "probe"
+MAX_HOLDS = 4096            # names of holds that are remembered; children of older ones are requests like others
 PROBE = "probe"             # the rid of the request that asks whether the engine makes tokens; wire ids are numbers
 
 encode = msgspec.msgpack.Encoder().encode
@@ -83,6 +84,7 @@ class EngineProcess:
         self.observe: Callable[[str, float], None] = lambda what, seconds: None  # told of each "first token" and each "end", see `Stream`
         self._streams: dict[str, Stream] = {}  # by wire id
         self._rids: set[str] = set()           # the clients' ids of open calls
+        self._holds: dict[str, str] = {}       # the client's id of a request with children, which may have ended -> its wire id
         self._replies: dict[int, asyncio.Future] = {}
         self._numbers = itertools.count(1)
         self._deaths: list[float] = []         # when, of those within the window
@@ -143,24 +145,33 @@ class EngineProcess:
         """Hand requests to the engine: all of them are taken, or the stream's first `next` raises why not.
 
         The engine knows them by wire ids: a client may reuse its own id at once after it has left, while chunks of the aborted
-        request are still on their way.
+        request are still on their way. A hold's id lives on as the name that its children give as their parent.
         """
         self.check_ready()
         for request in requests:
             if request.rid in self._rids:
                 raise RequestError(f"the request id {request.rid!r} is in use", "rid")
         stream = Stream(self, {str(next(self._numbers)): r.rid for r in requests})
-        self._send([msgspec.structs.replace(r, rid=wire) for wire, r in zip(stream.rids, requests)])
+        wired = [msgspec.structs.replace(r, rid=wire, parent=self._holds.get(r.parent, "")) for wire, r in zip(stream.rids, requests)]
+        replaced = [old for r in requests if r.children and (old := self._holds.pop(r.rid, None))]
+        self._holds.update((r.rid, wire) for wire, r in zip(stream.rids, requests) if r.children)
+        while len(self._holds) > MAX_HOLDS:
+            del self._holds[next(iter(self._holds))]
+        self._send(wired)
+        if replaced:
+            self._send([Abort(replaced)])
         self._streams.update(dict.fromkeys(stream.rids, stream))
         self._rids.update(stream.rids.values())
         return stream
 
     def abort(self, rid: str | None) -> int:
-        """End requests; their last chunk says "abort". rid: a client's id, which also names what a call made of it (rid-0,
-        rid-0-1, ...); None: all. Returns how many are ended."""
+        """End requests, whose last chunk then says "abort", and holds, whether these have ended as requests or not. rid: a client's id, which
+        also names what a call made of it (rid-0, rid-0-1, ...); None: all. Returns how many were named."""
         named = None if rid is None else re.compile(re.escape(rid) + r"(-\d+){0,2}")
         wires = [wire for wire, stream in self._streams.items()
                  if wire in stream.open and (named is None or named.fullmatch(stream.rids[wire]))]
+        holds = [name for name in self._holds if named is None or named.fullmatch(name)]
+        wires += [wire for name in holds if (wire := self._holds.pop(name)) not in wires]
         if wires and self.state == "ready":
             self._send([Abort(wires)])
         return len(wires)
@@ -241,6 +252,7 @@ class EngineProcess:
             await asyncio.sleep(LAST_WORDS_S)
             log.error(self.why)
             self.fail_all(self.why)
+            self._holds.clear()
             await self._bury()
             if self.info is None or len(self._deaths) > MAX_RESTARTS:
                 break

@@ -624,6 +624,28 @@ def view(tree: Tree, decode: Callable[[list[int]], str], max_nodes: int, width: 
             "shown_tokens": sum(node["tokens"] for node in nodes if node["where"] == "device"), "left_out": left_out, "nodes": nodes}
 
 
+def draw_view(view: dict) -> str:
+    """What `view` says as a drawing, a line a node."""
+    def family(node: dict) -> int | str:
+        return node["namespace"] if node["parent"] is None else node["parent"]
+
+    nodes, indents, namespace = view["nodes"], [], None
+    last = {family(node): n for n, node in enumerate(nodes)}
+    left_out = f"; {view['left_out']} beginnings are left out, a larger max_nodes shows more" if view["left_out"] else ""
+    lines = [f"{view['cached_tokens']} tokens cached, {view['locked_tokens']} of them locked, {view['shown_tokens']} shown{left_out}"]
+    for n, node in enumerate(nodes):
+        if node["parent"] is None and node["namespace"] != namespace:
+            namespace = node["namespace"]
+            lines.append(f"root {namespace!r}" if namespace else "root")
+        facts = [f"{node['tokens']} tok"] + ["not computed"] * (node["where"] == "ghost")
+        facts += [f"{node['waiters']} waiting"] * (node["waiters"] > 0) + [f"{node['locks']} locks"] * (node["locks"] > 0)
+        facts += [f"{node['hits']} hits"] * (node["hits"] > 1) + [f"{node['left_out']} below left out"] * (node["left_out"] > 0)
+        indent, is_last = "" if node["parent"] is None else indents[node["parent"]], last[family(node)] == n
+        indents.append(indent + ("    " if is_last else "|   "))
+        lines.append(f"{indent}{'`-- ' if is_last else '|-- '}{repr(node['text'])[1:-1]}  ({', '.join(facts)})")
+    return "\n".join(lines) + "\n"
+
+
 def join(parts: list[np.ndarray]) -> np.ndarray:
     """Slots of several nodes in a fresh int32 array."""
     return np.concatenate(parts) if parts else np.empty(0, np.int32)

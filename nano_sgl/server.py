@@ -51,15 +51,18 @@ from starlette.requests import ClientDisconnect
 
 import nano_sgl  # the engine, and torch, come with the first use of nano_sgl.Engine: in the child
 
-from .api import AbortBody, Answer, Call, Reader, TreeQuery, draw_tree, read_json, read_query
+from .api import AbortBody, Answer, Call, Reader, TreeQuery
+from .bodies import read_json, read_query
 from .chat import compile_template
 from .config import EngineConfig, ServerConfig, parse
 from .process import EngineProcess, Stream, engine_main
 from .protocol import Chunk, RequestError, convert
+from .radix import draw_view
 
 log = logging.getLogger("nano_sgl")
 
 MAX_BODY_BYTES = 8 << 20
+FLUSH_TRIES, FLUSH_WAIT_S = 10, 0.05    # how often, and how long apart, an engine that seems busy is asked to empty its cache
 IN_LINE_BYTES = 16 << 10    # bodies up to this are read and tokenised on the event loop: a few ms
 SAY_EVERY_S = 5.0           # how often a server that is shutting down says what it waits for
 HEALTH_TIMEOUT_S = 20.0     # within which a healthy engine makes a token
@@ -76,7 +79,7 @@ LATENCY_BUCKETS_S = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 
 # ------------------------------------------------------------------------------------------------------------------------ metrics
 
 def used_tokens(stats: dict) -> int:
-    """KV slots that running requests hold; what is only cached is free for them."""
+    """KV slots that running requests and holds keep; what is only cached is free for them."""
     return stats["kv_capacity"] - stats["kv_free"] - stats["kv_cached"]
 
 
@@ -90,9 +93,11 @@ PREFIX = "nano_sgl:"
 GAUGES: dict[str, tuple[str, Callable[[dict], float | None]]] = {
     "num_running_reqs": ("Requests in the running batch.", lambda stats: stats["running"]),
     "num_queue_reqs": ("Requests that wait for their first step.", lambda stats: stats["waiting"]),
-    "num_used_tokens": ("KV slots that running requests hold.", used_tokens),
+    "num_used_tokens": ("KV slots that running requests and holds keep.", used_tokens),
     "token_usage": ("The same as a share of all KV slots.", lambda stats: used_tokens(stats) / stats["kv_capacity"]),
     "num_cached_tokens": ("KV slots that the tree holds and nobody uses now.", lambda stats: stats["kv_cached"]),
+    "num_holds": ("Prefixes that are kept, or will be, for requests to come.", lambda stats: stats.get("holds")),
+    "num_held_tokens": ("KV slots that these keep.", lambda stats: stats.get("held_tokens")),
     "max_total_num_tokens": ("All KV slots.", lambda stats: stats["kv_capacity"]),
     "cache_hit_rate": ("Share of all prompt tokens so far whose KV was in the tree.", hit_rate),
     "spec_accept_length": ("Tokens that a request's step of decoding has made so far, on average.", lambda stats: stats.get("spec_accept_length")),
@@ -175,6 +180,7 @@ class Service:
         self.metrics = Metrics()
         engine.observe = self.metrics.observe
         self.pool = ThreadPoolExecutor(2, "reader")
+        self._holding: set[asyncio.Task] = set()
 
     async def prepare(self) -> None:
         """Wait for the engine; build what depends on its model."""
@@ -194,11 +200,11 @@ class Service:
             raise RequestError("the server is still starting", status=503)
         return self.reader
 
-    async def serve(self, request: fastapi.Request, read: Callable[[Reader, bytes], Call]) -> Response:
-        """One call from its body to its answer."""
+    async def serve(self, request: fastapi.Request, read: Callable[[Reader, bytes], Call], in_line_bytes: int = IN_LINE_BYTES) -> Response:
+        """One call from its body to its answer. in_line_bytes: longer bodies are read in a thread."""
         reader = self.ready_reader()
         raw = await read_body(request)
-        if len(raw) <= IN_LINE_BYTES:
+        if len(raw) <= in_line_bytes:
             call = read(reader, raw)
         else:
             call = await asyncio.get_running_loop().run_in_executor(self.pool, read, reader, raw)
@@ -207,6 +213,14 @@ class Service:
             return await race(request.receive, self._stream(call, stream) if call.stream else self._answer(call, stream))
         except RequestError as error:
             raise call.answer.blame(error) from error
+
+    async def hold(self, request: fastapi.Request) -> Response:
+        """Start a call whose prefix is kept, and answer with its name; nobody waits for its end, nor hears of an error in it."""
+        call = self.ready_reader().hold(await read_body(request))
+        task = asyncio.create_task(self._answer(call, self.engine.open(call.requests)))
+        self._holding.add(task)
+        task.add_done_callback(lambda done: (self._holding.discard(done), done.cancelled() or done.exception()))
+        return to_json({"hold": call.requests[0].rid, "prompt_tokens": len(call.requests[0].prompt_ids)})
 
     async def _answer(self, call: Call, stream: Stream) -> Response:
         try:
@@ -333,13 +347,23 @@ def create_app(service: Service) -> fastapi.FastAPI:
     async def generate(request: fastapi.Request) -> Response:
         return await service.serve(request, Reader.generate)
 
+    @app.post("/score")
+    async def score(request: fastapi.Request) -> Response:
+        return await service.serve(request, Reader.score, in_line_bytes=0)  # its text is tokenised with each of many choices
+
+    @app.post("/hold")
+    async def hold(request: fastapi.Request) -> Response:
+        return await service.hold(request)
+
     @app.get("/flush_cache")
     @app.post("/flush_cache")
     async def flush_cache() -> Response:
         service.ready_reader()
-        if not await service.engine.ask("flush_cache"):
-            raise RequestError("the cache is in use: requests are running or waiting; try again when the server is idle")
-        return to_json({"message": "the cache is empty"})
+        for _ in range(FLUSH_TRIES):    # an answer is sent before the engine has put its request away
+            if await service.engine.ask("flush_cache"):
+                return to_json({"message": "the cache is empty"})
+            await asyncio.sleep(FLUSH_WAIT_S)
+        raise RequestError("the cache is in use: requests are running or waiting; try again when the server is idle")
 
     @app.post("/abort_request")
     async def abort_request(request: fastapi.Request) -> Response:
@@ -387,7 +411,8 @@ def add_info_routes(app: fastapi.FastAPI, service: Service) -> None:
         return to_json({"model_path": info.model, "tokenizer_path": info.path, "served_model_name": reader.model,
                         "is_generation": True, "context_length": info.context_len, "max_total_tokens": info.max_total_tokens,
                         "vocab_size": info.vocab_size, "eos_token_ids": info.end_ids,
-                        "default_sampling_params": reader.defaults, "has_chat_template": reader.template is not None})
+                        "default_sampling_params": reader.defaults, "has_chat_template": reader.template is not None,
+                        "chat_roles": reader.roles})
 
     @app.get("/get_server_info")
     @app.get("/server_info")
@@ -406,7 +431,7 @@ def add_info_routes(app: fastapi.FastAPI, service: Service) -> None:
         service.ready_reader()
         query = read_query(request.query_params, TreeQuery)
         view = await engine.ask(f"tree_view {query.max_nodes} {query.width}")
-        return to_json(view) if query.format == "json" else Response(draw_tree(view), media_type="text/plain; charset=utf-8")
+        return to_json(view) if query.format == "json" else Response(draw_view(view), media_type="text/plain; charset=utf-8")
 
 
 def add_error_handlers(app: fastapi.FastAPI, service: Service) -> None:

@@ -417,6 +417,25 @@ def test_what_the_program_raises_comes_as_it_is_and_a_backends_error_output_is_o
         run(lambda s: s.__iadd__(sgl.gen("v")) and None, backend)
 
 
+def test_what_has_not_begun_is_left_out_when_the_program_raises():
+    gate = threading.Event()
+
+    def answer(prompt, params):
+        assert gate.wait(LIMIT_S)
+        return "x"
+
+    def program(s):
+        s += "p" + sgl.gen("a") + sgl.gen("b")
+        forks = s.fork(2)
+        forks += sgl.gen("c")
+        threading.Timer(0.1, gate.set).start()
+        raise KeyError("mine")
+    backend = Scripted(answer)
+    with pytest.raises(KeyError, match="mine"):
+        run(program, backend)
+    assert [prompt for prompt, _ in backend.asked] == ["p"]
+
+
 def test_no_backend_and_no_such_method():
     with pytest.raises(ValueError, match="there is no backend"):
         sgl.function(lambda s: None).run()
@@ -736,7 +755,7 @@ def test_gens_of_a_completion_are_answered_by_one_call():
     backend.count_saved = saved.append
     state = card.run(backend=backend, sep="\n")
     assert (state["name"], state["job"], state["born"]) == (" Ada", " clerk", " 1815") and sum(saved) == 2 and len(backend.asked) == 1
-    assert "stop" not in backend.asked[0][1] and backend.asked[0][1]["max_tokens"] == 128
+    assert "stop" not in backend.asked[0][1] and backend.asked[0][1]["max_tokens"] == 64
     state = card.run(backend=backend, sep=" - ")              # the model wrote something else: asked again
     assert (state["name"], state["job"]) == (" Ada", " other")
 

@@ -274,3 +274,17 @@ def test_the_engines_death_reaches_who_waits(path):
         llm.generate("a")
     with pytest.raises(RuntimeError, match="ended"):
         llm.generate("a")
+
+
+def test_the_cache_is_emptied_and_counts_are_read_between_steps(path):
+    with LLM(str(path), max_total_tokens=256) as llm:
+        llm.generate([5, 6, 7, 8], GREEDY)
+        info = llm.get_server_info()
+        assert info["max_total_tokens"] == 256 and info["stats"]["finished"] == 1 and info["stats"]["kv_cached"] > 0
+        assert llm.flush_cache() and llm.get_server_info()["stats"]["kv_cached"] == 0
+        stream = llm.stream([5, 6], SamplingParams(max_tokens=200, ignore_eos=True))
+        next(stream)
+        assert not llm.flush_cache()
+        stream.close()
+    with pytest.raises(RuntimeError, match="ended"):
+        llm.flush_cache()

@@ -23,13 +23,13 @@ LEVELS = {  # imports point down: a module may import those of lower levels that
     "automaton": {"nodes", "normal_form", "rules", "vocab"}, "tables": {"automaton", "rules", "vocab"}, "waves": {"automaton", "nodes", "rules", "tables", "vocab"}, "rows": {"automaton", "tables", "vocab", "waves"}, "figures": {"rules", "vocab"}, "grammar": {"automaton", "figures", "rows", "waves", "tables", "json_schema", "nodes", "normal_form", "rules", "schema", "structural_tag", "vocab"}, "masks": {"native", "kernels"},
     "jump": {"grammar", "rules", "vocab"}, "compiler": {"grammar", "jump", "rules", "vocab"},
     "scoring": {"protocol"}, "llm": {"engine", "config", "protocol", "chat", "radix", "scoring"},
-    "reasoning": set(), "tools": {"protocol", "reasoning"}, "api": {"protocol", "chat", "reasoning", "tools"}, "process": {"protocol"}, "server": set(MODULES) - {"__init__", "__main__", "server"},
+    "reasoning": set(), "tools": {"protocol", "reasoning"}, "bodies": {"protocol"}, "api": {"bodies", "protocol", "chat", "reasoning", "scoring", "tools"}, "process": {"protocol"}, "server": set(MODULES) - {"__init__", "__main__", "server"},
     "ir": set(), "choices": set(), "api_speculation": {"ir"}, "interpreter": {"ir", "choices", "api_speculation"}, "endpoints": {"ir", "choices"},
     "lang": {"ir", "choices", "api_speculation", "interpreter", "endpoints"},
     "__init__": set(), "__main__": {"config", "protocol", "radix"},
 }
 TORCH_FREE = ["ir", "choices", "api_speculation", "interpreter", "endpoints", "lang",
-              "protocol", "eviction", "waiting", "policies", "layout", "radix", "holds", "req", "events", "text", "chat", "scoring", "config", "api", "process", "server", "compiler", "json_text", "json_document", "json_members", "json_schema", "free_text", "structural_tag", "reasoning", "tools",
+              "protocol", "eviction", "waiting", "policies", "layout", "radix", "holds", "req", "events", "text", "chat", "scoring", "bodies", "config", "api", "process", "server", "compiler", "json_text", "json_document", "json_members", "json_schema", "free_text", "structural_tag", "reasoning", "tools",
               "__main__"]
 MAX_LINE, MAX_FILE, MAX_FUNCTION = 150, 850, 80
 
