@@ -157,11 +157,11 @@ class Run:
 
     def finish(self, stopped: BaseException | None = None) -> None:
         """Wait for all states; raise what nobody has been told of. stopped: what has ended the program, so that what has not begun is left out."""
-        dropped = [(state, left) for state in self.states if (left := state._drop())] if stopped is not None else []
+        dropped = [state for state in self.states if state._drop()] if stopped is not None else []
         for state in self.states:       # forks made meanwhile are waited for, too
             state._settle()
-        for state, (node, where) in dropped:
-            state._fail(stopped, node, where)
+        for state in dropped:
+            state._fail(stopped, None, raised_at(stopped))
             state._told = True          # by what is raised
         for state in self.states:
             state._give_up_hold()
@@ -263,15 +263,15 @@ class ProgramState(Writer):
             unborn._started = True
             unborn._fail(error, node, where)
 
-    def _drop(self) -> tuple[Expr, str] | None:
-        """Leave out what has not begun to run; returns the first of it."""
+    def _drop(self) -> bool:
+        """Leave out what has not begun to run; whether there was anything."""
         with self._changed:
-            left = self._queue[0] if self._queue else None if self._started else (ir.ForkItem(0), "")
+            left = bool(self._queue) or not self._started
             self._queue.clear()
             self._busy = self._busy and self._started
             self._started = True
             self._changed.notify_all()
-        return left if self._error is None else None
+        return left and self._error is None
 
     def _raise(self) -> None:
         self._told = True
@@ -646,8 +646,7 @@ class ProgramState(Writer):
             self._ended = ended
             self._changed.notify_all()
         if error is not None and self._error is None:
-            at = error.__traceback__.tb_next or error.__traceback__       # the program's own line is below that of its caller
-            self._fail(error, None, f"{at.tb_frame.f_code.co_filename}:{at.tb_lineno}")
+            self._fail(error, None, raised_at(error))
 
     _ended = True       # a streaming run says when
 
@@ -680,6 +679,12 @@ class Whole:
         self.cached_tokens, self.meta_info = max(getattr(p, "cached_tokens", 0) for p in pieces), getattr(last, "meta_info", None)
         for name in ("output_ids", "logprobs", "prompt_logprobs"):
             setattr(self, name, list(itertools.chain.from_iterable(getattr(p, name, None) or () for p in pieces)))
+
+
+def raised_at(error: BaseException) -> str:
+    """FILE:LINE of the program's function that raised an error, or let it through; it stands below the function that has caught it."""
+    at = error.__traceback__.tb_next or error.__traceback__
+    return f"{at.tb_frame.f_code.co_filename}:{at.tb_lineno}"
 
 
 def _check_output(output: Any) -> None:

@@ -418,9 +418,10 @@ def test_what_the_program_raises_comes_as_it_is_and_a_backends_error_output_is_o
 
 
 def test_what_has_not_begun_is_left_out_when_the_program_raises():
-    gate = threading.Event()
+    begun, gate = threading.Event(), threading.Event()
 
     def answer(prompt, params):
+        begun.set()
         assert gate.wait(LIMIT_S)
         return "x"
 
@@ -428,6 +429,7 @@ def test_what_has_not_begun_is_left_out_when_the_program_raises():
         s += "p" + sgl.gen("a") + sgl.gen("b")
         forks = s.fork(2)
         forks += sgl.gen("c")
+        assert begun.wait(LIMIT_S)
         threading.Timer(0.1, gate.set).start()
         raise KeyError("mine")
     backend = Scripted(answer)
