@@ -267,7 +267,7 @@ def test_what_branches_and_batches_share_is_computed_once(ran, program):
 
 # ------------------------------------------------------------------------------------------------------- what a declaration is worth
 
-LONG = "".join(f"Rule {i}: what was said {i * 7 % 100} pages ago still holds. " for i in range(60))
+LONG = "".join(f"Rule {i}: what was said {i * 7 % 100} pages ago still holds. " for i in range(40))
 
 
 @sgl.function
@@ -333,3 +333,111 @@ def test_in_a_pool_too_small_what_was_declared_stays_and_what_was_not_is_compute
             assert llm.engine.scheduler.counters.retractions == 0 and llm.engine.scheduler.counters.evicted_tokens > 700
         again[hints] = ledger.prefilled - ledger.distinct
     assert again[False] == 2 * 600 and again[True] == 2, "of a text that is held the last token is not, since it may become another one"
+
+
+# -------------------------------------------------------------------------------------------------------------------- nothing is left held
+
+def _copy(s, i):
+    with s.copy() as aside:
+        aside += f"{i} aside" + sgl.gen("v")
+    s += f"{i} then" + sgl.gen("w")
+
+
+def _fork_of_forks(s, i):
+    for f in s.fork(2):
+        f += f"{i}"
+        f.fork(2).__iadd__(lambda k: f"{k}" + sgl.gen("v"))
+
+
+def _fork_that_is_half_used(s, i):
+    s.fork(3)[i % 3].__iadd__(sgl.gen("v", n=2) + sgl.select("w", [" a", " b"]))
+
+
+def _nothing(s, i):
+    if i % 2:
+        s += f"{i}" + sgl.gen("v")
+
+
+def _raises(s, i):
+    s.fork(2).__iadd__(f"{i}" + sgl.gen("v"))
+    1 // (i - 1)
+
+
+def _is_refused(s, i):
+    s.fork(2).__iadd__(f"{i}" + sgl.gen("v", regex="(" if i == 1 else "ab"))
+
+
+@pytest.mark.parametrize("rest", [_copy, _fork_of_forks, _fork_that_is_half_used, _nothing, _raises, _is_refused], ids=lambda rest: rest.__name__)
+def test_whatever_a_batch_does_with_what_it_declared_nothing_is_held_afterwards(tiny_model, rest):
+    @sgl.function
+    def program(s, i):
+        s += LONG[:300]
+        rest(s, i)
+    for threads in ("auto", 1):
+        with engine(tiny_model) as llm, Ledger(llm) as ledger:
+            states = program.run_batch([(i,) for i in range(4)], backend=llm, temperature=0, max_new_tokens=3, num_threads=threads)
+            settled(llm)
+        assert [state.error() is None for state in states] == [True, rest not in (_raises, _is_refused), True, True]
+        if rest is not _raises:         # whose requests may be aborted half way
+            assert ledger.prefilled == ledger.distinct
+
+
+# --------------------------------------------------------------------------------------------------------------------- on the demo model
+
+def test_every_program_is_here_and_short_enough_to_read():
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == {program.__name__ for program in SMALL} | {"common"}
+    for program in SMALL:
+        source = Path(program.__file__).read_text()
+        assert len(source.splitlines()) <= 70 and all(len(line) <= 150 for line in source.splitlines())
+        assert f"python examples/lang/{program.__name__}.py" in ast.get_docstring(ast.parse(source))
+
+
+@pytest.fixture(scope="module")
+def demo(demo_path):
+    with engine("demo", max_total_tokens=16384, jump_forward="draft") as llm:
+        yield llm
+        settled(llm)
+
+
+SHOWS = {  # program -> what it is to print, and its sizes on the demo model; where texts of a random model show the same, none
+    multi_turn_chat: (r"user: Name a fruit(.|\n)*\[[2-9]\d of \d\d prompt tokens were there already\]", {"chats": 1, "turns": 2, "tokens": 8}),
+    tree_of_thought: (r"A farmer has 17 (.|\n)*\n  The answer is(.|\n)*\(branch [0-2]\.[0-2] of the tree\)", None),
+    skeleton_of_thought: (r"How do I learn(.|\n)*\n2\.(.|\n)*\n\n1\. ", None),
+    llm_judge: (r"grades: \w+, \w+, \w+; altogether \w+", None),
+    react: (r"Action 1: (Open|Search) \[Heron\]\nObservation 1: The heron(.|\n)*Finish \[", None),
+    few_shot: (r"What is seven times eight\? +[ABCD]\. (.|\n)*[0-3] of 3 are right", {"shots": 2, "questions": 3}),
+    json_decode: (r"schema +{'name'.*\nregex +{'name'.*\nfields +{'name'.*", {"characters": 1}),
+    pipeline: (r"found:  Peat is made", {"questions": 1, "passages": 1, "tokens": 8}),
+    self_consistency: (r"(\d+, ){3}\d+: [1-4] of 4 say \d+", None),
+    hierarchical_summary: (r"Mara kept the ferry.*\n  -> ", None),
+}
+
+
+@BY_NAME
+def test_a_program_shows_what_it_has_made(request, capsys, program):
+    pattern, sizes = SHOWS[program]
+    if sizes is None:
+        states, _ = request.getfixturevalue("ran")(program)
+    else:
+        demo = request.getfixturevalue("demo")
+        with Ledger(demo) as ledger:
+            states = program.run(demo, **sizes)
+        settled(demo)
+        assert not states[0].messages() or all(state.text().startswith("<|im_start|>system\n") for state in states)
+        if program is not json_decode:      # whose grammar's guesses are computed with prompts
+            assert 0 < ledger.prefilled <= ledger.distinct, "what the programs before it have computed is there already"
+    program.show(states)
+    assert re.search(pattern, capsys.readouterr().out)
+
+
+def test_seeds_make_samples_different_and_runs_the_same(tiny_model):
+    with engine(tiny_model) as llm:
+        first, again, other = (self_consistency.run(llm, problems=1, samples=3, tokens=8, seed=seed)[0]["thought"] for seed in (1, 1, 2))
+    assert first == again != other and len(set(first)) == 3
+
+
+def test_a_program_as_a_command(tiny_model, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["react.py", "--model", str(tiny_model)])
+    runpy.run_path(str(EXAMPLES / "react.py"), run_name="__main__")
+    assert re.search(r"Observation 2: (.|\n)*\n\[[\d,]+ prompt tokens, of which [\d,]{3,} were there already; \d+ tokens written\]\n",
+                     capsys.readouterr().out)
