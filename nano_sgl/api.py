@@ -41,7 +41,7 @@ import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import msgspec
 
@@ -167,19 +167,6 @@ class ScoreBody(Body, kw_only=True):
     choices: list[str]
     unconditional: bool = False
     parent: str = ""
-
-
-class AbortBody(msgspec.Struct, kw_only=True):
-    """POST /abort_request: requests to end, and holds to release, by the id that the client or the answer gave them."""
-    rid: str | None = None
-    abort_all: bool = False
-
-
-class TreeQuery(msgspec.Struct, kw_only=True):
-    """GET /tree?format=...: what to show of the cache. max_nodes: the most used ones. width: characters of each one's text."""
-    format: Literal["json", "text"] = "json"
-    max_nodes: Annotated[int, msgspec.Meta(ge=1, le=10_000)] = 500
-    width: Annotated[int, msgspec.Meta(ge=4, le=1_000)] = 60
 
 
 def sort_fields(given: dict, kind: type[Body]) -> tuple[Body, dict]:

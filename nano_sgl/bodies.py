@@ -22,13 +22,26 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 
 from .protocol import RequestError, convert, show
 
 MAX_INT_DIGITS = 400        # of an integer in a body; Python itself takes 4,300
+
+
+class AbortBody(msgspec.Struct, kw_only=True):
+    """POST /abort_request: requests to end, and holds to release, by the id that the client or the answer gave them."""
+    rid: str | None = None
+    abort_all: bool = False
+
+
+class TreeQuery(msgspec.Struct, kw_only=True):
+    """GET /tree?format=...: what to show of the cache. max_nodes: the most used ones. width: characters of each one's text."""
+    format: Literal["json", "text"] = "json"
+    max_nodes: Annotated[int, msgspec.Meta(ge=1, le=10_000)] = 500
+    width: Annotated[int, msgspec.Meta(ge=4, le=1_000)] = 60
 
 
 def read_query(given: Mapping[str, str], kind: type) -> Any:

@@ -319,7 +319,6 @@ class Request(msgspec.Struct, kw_only=True, tag=True):
 
     def verify(self, vocab_size: int, context_len: int) -> None:
         """Check the parameters, the prompt's ids and its length against the context. Raises RequestError."""
-        self.params.verify(vocab_size, context_len)
         if not self.prompt_ids:
             raise RequestError("the prompt has no tokens: give at least one", "prompt")
         _verify_ids("prompt", self.prompt_ids, vocab_size)
@@ -327,6 +326,7 @@ class Request(msgspec.Struct, kw_only=True, tag=True):
         if len(self.prompt_ids) > room:
             raise RequestError(f"the prompt has {len(self.prompt_ids)} tokens, but the context length is {context_len}: "
                                f"shorten it to at most {room}", "prompt")
+        self.params.verify(vocab_size, context_len)
         if self.params.logprob_start_len > len(self.prompt_ids):
             raise refusal("logprob_start_len", self.params.logprob_start_len,
                           f"at most the prompt's length, which is {len(self.prompt_ids)}")

@@ -51,8 +51,8 @@ from starlette.requests import ClientDisconnect
 
 import nano_sgl  # the engine, and torch, come with the first use of nano_sgl.Engine: in the child
 
-from .api import AbortBody, Answer, Call, Reader, TreeQuery
-from .bodies import read_json, read_query
+from .api import Answer, Call, Reader
+from .bodies import AbortBody, TreeQuery, read_json, read_query
 from .chat import compile_template
 from .config import EngineConfig, ServerConfig, parse
 from .process import EngineProcess, Stream, engine_main

@@ -94,9 +94,11 @@ class FakeEngine:
         self.scripts[request.rid] = script
         self.counts["last_params"] = {"temperature": request.params.temperature, "top_k": request.params.top_k, "max_tokens": request.params.max_tokens,
                                       "priority": request.priority, "routing_key": request.routing_key, "namespace": request.namespace}
+        self.counts["last_hold"] = {"rid": request.rid, "children": request.children, "parent": request.parent}
 
     def abort(self, rid: str) -> bool:
         script = self.scripts.pop(rid, None)
+        self.counts["released"] = self.counts.get("released", []) + [rid] * (script is None)
         if script is not None:
             self.counts["aborted"] += 1
             self.counts["finished"] += 1

@@ -371,3 +371,66 @@ def test_truncation_of_the_tokenizers_file_is_not_obeyed():
     tokenizer.enable_padding(length=99)
     assert len(Codec(tokenizer.to_str()).encode("abcdefgh")) == 8
     assert json.loads(tokenizer.to_str())["truncation"]
+
+
+# ------------------------------------------------------------------------------------------------------------------- what stands around a message
+
+GEMMA = """{{ bos_token }}{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}
+{%- for message in messages %}{%- set role = 'model' if message['role'] == 'assistant' else message['role'] %}
+{{- '<start_of_turn>' + role + '\\n' + message['content'] | trim + '<end_of_turn>\\n' }}{%- endfor %}
+{%- if add_generation_prompt %}{{- '<start_of_turn>model\\n' }}{%- endif %}"""
+QWEN25 = CHATML.replace("You are a helpful AI assistant", "You are Qwen, created by Alibaba Cloud. You are a helpful assistant.")
+NO_SYSTEM = MISTRAL.replace('[INST] " + system_message + "\\n\\n"', '[INST] "')      # it drops what it is told
+FORGETS = """{%- for m in messages if m.role != 'assistant' or loop.last %}{{- m.role + ': ' + m.content + '\\n' }}{%- endfor %}"""
+LLAMA2 = """{%- for m in messages %}{%- if m.role == 'user' %}{{- bos_token + '[INST] ' + m.content + ' [/INST]' }}
+{%- else %}{{- ' ' + m.content + ' ' + eos_token }}{%- endif %}{%- endfor %}"""
+QWEN3 = """{%- set ns = namespace(last=0) %}{%- for m in messages %}{%- if m.role == 'user' %}{%- set ns.last = loop.index0 %}{%- endif %}{%- endfor %}
+{%- for m in messages %}{{- '<|im_start|>' + m.role + '\\n' + ('<think>\\n\\n</think>\\n\\n' if m.role == 'assistant' and loop.index0 > ns.last else '') }}
+{{- m.content + '<|im_end|>\\n' }}{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
+HEADER, CHATML_PAIR = "<|start_header_id|>{}<|end_header_id|>\n\n", ("<|im_start|>{}\n", "<|im_end|>\n")
+ROLES = {  # template, and its pieces: system, user, assistant, what stands in front by itself; {0} is the BOS, None: no such role
+    "smollm2": (CHATML, CHATML_PAIR, CHATML_PAIR, CHATML_PAIR, "<|im_start|>system\nYou are a helpful AI assistant<|im_end|>\n"),
+    "qwen2.5": (QWEN25, CHATML_PAIR, CHATML_PAIR, CHATML_PAIR,
+                "<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>\n"),
+    "qwen3": (QWEN3, CHATML_PAIR, CHATML_PAIR, CHATML_PAIR, ""),
+    "llama3": (LLAMA3, ("{0}" + HEADER.format("system") + "Today: YEAR\n\n", "<|eot_id|>"), (HEADER, "<|eot_id|>"), (HEADER, "<|eot_id|>"),
+               "{0}" + HEADER.format("system") + "Today: YEAR\n\n<|eot_id|>"),
+    "gemma": (GEMMA, None, ("<start_of_turn>user\n", "<end_of_turn>\n"), ("<start_of_turn>model\n", "<end_of_turn>\n"), "{0}"),
+    "drops the system": (NO_SYSTEM, None, ("[INST] ", "[/INST]"), (" ", "</s>"), "{0}")}
+
+
+@pytest.mark.parametrize("bos", [False, True])
+@pytest.mark.parametrize("name", ROLES)
+def test_roles_put_together_give_what_the_template_writes(name, bos):
+    """bos: the tokenizer adds it by itself. The pieces, encoded as a text, have one BOS, or none where neither of the two writes it."""
+    source, *pairs, front = ROLES[name]
+    codec = Codec(byte_level(bos=bos).to_str())
+    template = ChatTemplate(codec, source, {"bos_token": "<s>", "eos_token": "</s>"})
+    roles = template.roles()
+
+    def filled(text, role):
+        return text.replace("{0}", "" if bos else "<s>").replace("{}", role).replace("YEAR", time.strftime("%Y"))
+    expected = {role: tuple(filled(part, role) for part in pair) for role, pair in zip(("system", "user", "assistant"), pairs) if pair}
+    assert roles == {**expected, "default_system": filled(front, ""), "source": "template"}
+    said = [("user", "hi"), ("assistant", "him"), ("user", "us?")]
+    for system in ([], [("system", "er")])[:1 + ("system" in roles)]:
+        text = roles["default_system"] * (not system) + "".join(content.join(roles[role]) for role, content in [*system, *said]) + roles["assistant"][0]
+        written = template.render([{"role": role, "content": content} for role, content in [*system, *said]])
+        assert text.removeprefix("<s>").rstrip(" ") == written.removeprefix("<s>"), "but for a blank that belongs to the answer"
+        found = codec.encode(text).count(codec.encode("<s>", add_special_tokens=False)[0])
+        assert found == (bos or written.startswith("<s>"))
+
+
+@pytest.mark.parametrize("source", [MISTRAL, REASONING, FORGETS, "", "{{ raise_exception('no') }}", "{% for m in messages %}{{ m.nothing.at_all }}{% endfor %}"],
+                         ids=["mistral", "reasoning", "forgets", "empty", "refuses", "fails"])
+def test_roles_of_a_template_whose_pieces_do_not_fit_are_plain(source):
+    """Mistral's writes the system message into the first user's turn."""
+    for bos in (False, True):
+        assert ChatTemplate(Codec(byte_level(bos=bos).to_str()), source, {"bos_token": "<s>", "eos_token": "</s>"}).roles() == {
+            "system": ("SYSTEM:", "\n"), "user": ("USER:", "\n"), "assistant": ("ASSISTANT:", "\n"), "default_system": "", "source": "plain"}
+
+
+def test_pieces_never_lead_to_a_second_bos():
+    """A template that writes one before each turn is taken apart only where the tokenizer adds none."""
+    made = {bos: ChatTemplate(Codec(byte_level(bos=bos).to_str()), LLAMA2, {"bos_token": "<s>", "eos_token": "</s>"}).roles() for bos in (False, True)}
+    assert made[False]["user"] == ("<s>[INST] ", " [/INST]") and made[False]["source"] == "template" and made[True]["source"] == "plain"

@@ -188,3 +188,55 @@ def test_samples_under_a_grammar_parse(llm, given):
             assert reader.accepted() and (kind != "regex" or re.fullmatch(text, output.text))
             assert kind != "json_object" or isinstance(json.loads(output.text), dict)
     assert sum(output.finish_reason == "stop" for output in outputs) >= (2 if kind in ("json_object", "ebnf") else 6)
+
+
+def test_scores_are_those_of_transformers(llm, demo_path):
+    """Each token's log-softmax by hand. A prefix whose last token is cut, or merges with one of the choices, is as good as any."""
+    import torch
+    from transformers import AutoModelForCausalLM
+    model = AutoModelForCausalLM.from_pretrained(demo_path, dtype=torch.float32, attn_implementation="eager").eval()
+
+    @torch.no_grad()
+    def logprobs(text):
+        given = llm.tokenizer.encode(text)
+        rows = torch.log_softmax(model(torch.tensor([given])).logits[0].float(), -1)
+        return [float(rows[n, i]) for n, i in enumerate(given[1:])]
+
+    sky = "Question: Is the sky blue?\nAnswer:"
+    yes, no = llm.score(sky, [" YES", " NO"], unconditional=True)
+    assert [len(s.tokens) for s in (yes, no)] == [2, 1] == [len(s.unconditional) for s in (yes, no)]
+    assert abs(sum(t.logprob for t in yes.tokens) + 5.907) < 0.02 and abs(sum(t.logprob for t in no.tokens) + 6.404) < 0.02
+    assert yes.unconditional[0].logprob is None and abs(yes.unconditional[1].logprob - logprobs(" YES")[0]) < 1e-3
+    [one], [other] = llm.score("Answer:", [" Hello"]), llm.score("Answer: ", ["Hello"])
+    assert one.tokens == other.tokens and len(one.tokens) == 1
+    for prefix, choices in ((sky, [" YES", " NO", " Maybe, or not"]), (sky + " ", ["YES", "NO"]), ("The capital of Fr", ["ance", "iesland", "om"]),
+                            ("Once upon a time " * 20, ["there was", "a"])):
+        for score in llm.score(prefix, choices):
+            expected = logprobs(prefix + score.text)[-len(score.tokens):]
+            assert all(abs(t.logprob - value) < 1e-3 for t, value in zip(score.tokens, expected)), score.text
+
+
+def test_a_conversation_written_in_pieces_is_the_templates(llm):
+    roles = llm.chat_roles()
+    assert roles["source"] == "template" and roles["default_system"].startswith("<|im_start|>system\n")
+    said = [("user", "What is 2 + 2?"), ("assistant", "4"), ("user", "And 3 + 3?")]
+    text = "".join(content.join(roles[role]) for role, content in said) + roles["assistant"][0]
+    for system, start in ((None, roles["default_system"]), ("Be brief.", "Be brief.".join(roles["system"]))):
+        messages = [{"role": role, "content": content} for role, content in [*([("system", system)] if system else []), *said]]
+        assert llm.tokenizer.encode(start + text) == llm.chat_ids(messages)
+
+
+def test_a_fork_computes_its_prefix_once_in_a_pool_that_is_short(demo_path):
+    """Between the prefix and its children others come, who need the memory: without the hold it is evicted, with it it is not."""
+    counted, prefix = {}, ids(120, 40)
+    for held in (False, True):
+        with LLM("demo", dtype="float32", max_total_tokens=288) as llm:
+            hold = llm.hold(prefix, 1) if held else ""
+            if not held:
+                llm.generate(prefix, greedy(0))
+            for n in range(3):
+                llm.generate(ids(140, 41 + n), greedy(2))
+            before = llm.engine.scheduler.counters.computed_tokens
+            outputs = llm.generate([[*prefix, 1000 + n] for n in range(3)], greedy(3, ignore_eos=True), parent=hold)
+            counted[held] = llm.engine.scheduler.counters.computed_tokens - before, [o.text for o in outputs]
+    assert counted[True][1] == counted[False][1] and (counted[True][0], counted[False][0]) == (9, 129)

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import engines
+import tiny
 from nano_sgl import LLM, SamplingParams, spec
 from nano_sgl.protocol import RequestError
 
@@ -288,3 +289,72 @@ def test_the_cache_is_emptied_and_counts_are_read_between_steps(path):
         stream.close()
     with pytest.raises(RuntimeError, match="ended"):
         llm.flush_cache()
+
+
+# ------------------------------------------------------------------------------------------------------------------- holds, roles
+
+def until(what, seconds=20):
+    """Wait until something is so."""
+    deadline = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < deadline, "it never was"
+        time.sleep(0.01)
+
+
+def test_a_hold_stays_until_its_children_have_come(llm):
+    def stats():
+        return llm.engine.stats()["holds"], llm.engine.stats()["held_tokens"]
+
+    prefix = "when does a cat sit on a mat and why? "
+    kept = len(llm.tokenizer.encode(prefix)) - 1
+    hold = llm.hold(prefix, 4)
+    until(lambda: stats() == (1, kept))
+    idle(llm)
+    one = llm.generate([prefix + "a", prefix + "b"], SamplingParams(n=2, max_tokens=3, ignore_eos=True), parent=hold)
+    assert len(one) == 4 and one[0].cached_tokens == kept and stats() == (1, kept), "a call is one child, however many requests it makes"
+    assert [o.finish_reason for o in llm.stream(prefix + "c", GREEDY, parent=hold)][-1] == "length" and stats()[0] == 1
+    asyncio.run(llm.agenerate(prefix + "d", GREEDY, parent=hold))
+    assert llm.score(prefix, ["yes", "no"], parent=hold)[0].cached_tokens >= kept - 1 and stats() == (0, 0)
+    assert llm.generate(prefix, GREEDY, parent=hold).text == llm.generate(prefix, GREEDY).text
+    idle(llm)
+
+
+def test_ids_are_held_whole_and_what_is_released_is_not_held(llm):
+    ids = llm.tokenizer.encode("a mat and a cat and a mat and a cat")
+    holds = [llm.hold(ids, 1), llm.hold(ids[:5], 1, cache_salt="s", priority=3), llm.hold("z", 2)]
+    until(lambda: llm.engine.stats()["held_tokens"] == len(ids) + 5 + 1)
+    for n, hold in enumerate(holds):
+        llm.release(hold)
+        until(lambda: llm.engine.stats()["holds"] == 2 - n)
+    llm.release(holds[0])
+    llm.release("nobody's")
+    hold = llm.hold("the cat " * 50, 3)
+    llm.release(hold)
+    idle(llm)
+    assert llm.engine.stats()["holds"] == 0 and llm.generate("the cat", GREEDY, parent=hold).finish_reason == "length"
+
+
+def test_holds_that_cannot_be_are_refused(llm):
+    for prefix, children, message in (("a", 0, "children must be 1 or more"), ("a", -1, "children must be an integer"), ("a", "2", "children must be"),
+                                      ("", 1, "no tokens"), (None, 1, "a prompt is text"), ("x" * 600, 1, "at most 512")):
+        with pytest.raises(RequestError, match=message):
+            llm.hold(prefix, children)
+    with pytest.raises(RequestError, match="parent must be a string"):
+        llm.generate("a", GREEDY, parent=5)
+
+
+def test_an_llm_that_ends_takes_its_holds_along(path):
+    with LLM(str(path), max_total_tokens=1024) as llm:
+        llm.hold("the cat and the hat", 5)
+        until(lambda: llm.engine.stats()["held_tokens"] > 0)
+    with pytest.raises(RuntimeError, match="has ended"):
+        llm.hold("the cat", 1)
+
+
+def test_chat_roles_and_the_plain_form(llm, tmp_path):
+    assert llm.chat_roles() == {"system": ("<|system|>", "<|end|>"), "user": ("<|user|>", "<|end|>"), "assistant": ("<|assistant|>", "<|end|>"),
+                                "default_system": "", "source": "template"}
+    bare = engines.tiny_path(tmp_path)
+    tiny.edit(bare, "tokenizer_config.json", chat_template=None)
+    with LLM(str(bare), max_total_tokens=256) as other:
+        assert other.chat_roles()["source"] == "plain" and other.chat_roles()["user"] == ("USER:", "\n")

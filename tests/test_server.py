@@ -406,6 +406,85 @@ def test_abort_all(served):
         check_refused(served.post("/abort_request", **body))
 
 
+def test_a_hold_is_named_by_its_clients_id_long_after_it_has_ended(served):
+    def asked(**body):
+        answer = served.post("/generate", **body)
+        assert answer.status_code == 200, answer.text
+        return answer.json(), served.stats()["last_hold"]
+
+    zero = {"max_new_tokens": 0}
+    answer, hold = asked(text="the prefix", rid="mine", children=2, sampling_params=zero)
+    assert answer["meta_info"]["prompt_tokens"] == len("the prefix") - 1, "the last token of a text may be another one in the children"
+    assert hold["children"] == 2 and hold["parent"] == "" and answer["meta_info"]["id"] == "mine"
+    answer, child = asked(text="the prefix and more", parent="mine", sampling_params={"max_new_tokens": 3})
+    assert answer["text"] == "abc" and (child["parent"], child["children"]) == (hold["rid"], 0) and hold["rid"] != "mine"
+    assert asked(text="x", parent=hold["rid"], sampling_params=zero)[1]["parent"] == "", "nobody can name what is another's"
+    answer, own = asked(input_ids=[5, 6, 7], rid="mine", children=1, sampling_params=zero)
+    assert answer["meta_info"]["prompt_tokens"] == 3 and served.stats()["released"][-1:] == [hold["rid"]], "the name means the new one"
+    assert served.post("/abort_request", rid="mine").json() == {"aborted": 1} and served.post("/abort_request", rid="mine").json() == {"aborted": 0}
+    assert wait_until(lambda: served.stats()["released"][-1:] == [own["rid"]])
+    assert asked(text="x", parent="mine", sampling_params=zero)[1]["parent"] == ""
+    asked(text=["ab", "cd"], rid="two", children=1, sampling_params=zero)
+    assert served.post("/abort_request", rid="two-1").json() == {"aborted": 1} and served.post("/abort_request", abort_all=True).json() == {"aborted": 1}
+
+
+def test_only_the_first_request_of_a_call_is_a_child(served):
+    served.post("/generate", text="p", rid="family", children=3, sampling_params={"max_new_tokens": 0})
+    name = served.stats()["last_hold"]["rid"]
+    served.post("/generate", text=["a"], parent="family", sampling_params={"max_new_tokens": 1})
+    assert served.stats()["last_hold"]["parent"] == name
+    served.post("/generate", text=["a", "b"], parent="family", sampling_params={"max_new_tokens": 1, "n": 2})
+    assert served.stats()["last_hold"]["parent"] == ""
+    served.post("/score", text="a", choices=["b"], parent="family")
+    assert served.stats()["last_hold"]["parent"] == name
+    served.post("/abort_request", rid="family")
+
+
+@pytest.mark.parametrize("body, param, names", [
+    (dict(children=-1, sampling_params={"max_new_tokens": 0}), "children", "got -1"),
+    (dict(children=2), "children", "give max_tokens 0"), (dict(children=2, sampling_params={"max_new_tokens": 5}), "children", "max_tokens 5"),
+    (dict(children="2"), "children", "expected int"), (dict(parent=7), "parent", "expected str"), (dict(child=1), "child", "did you mean 'children'")])
+def test_holds_that_cannot_be_are_refused(served, body, param, names):
+    check_refused(served.post("/generate", text="hi", **body), param=param, names=names)
+
+
+def test_scores(served):
+    """The fake engine finds each token but a prompt's first at -1."""
+    answer = served.post("/score", text="the sky is ", choices=["blue", "red"], unconditional=True).json()
+    assert answer == {"scores": [
+        {"text": "blue", "token_ids": [65, 75, 84, 68], "logprobs": [-1.0] * 4, "unconditional_logprobs": [None, -1.0, -1.0, -1.0]},
+        {"text": "red", "token_ids": [81, 68, 67], "logprobs": [-1.0] * 3, "unconditional_logprobs": [None, -1.0, -1.0]}],
+        "usage": {"prompt_tokens": 15 + 14 + 4 + 3, "completion_tokens": 0, "total_tokens": 36, "prompt_tokens_details": {"cached_tokens": 0}}}
+    answer = served.post("/score", text="a", choices=["b"], model="fake", rid="r", cache_salt="s", extra_key="k", priority=2, routing_key="q", user="me").json()
+    assert [score["unconditional_logprobs"] for score in answer["scores"]] == [None]
+    got = served.stats()["last_params"]
+    assert (got["priority"], got["routing_key"], got["namespace"], got["max_tokens"]) == (2, "q", "s\0k", 0)
+    served.alive()
+
+
+@pytest.mark.parametrize("body, param, names", [
+    (dict(text="a", choices=[]), "choices", "one or more"), (dict(text="a", choices=["b", ""]), "choices", "'' adds no token"),
+    (dict(text="a", choices="b"), "choices", "expected array"), (dict(text="a", choices=["b"] * 1025), "choices", "at most 1024"),
+    (dict(text="a" * 300, choices=["b" * 300]), "prompt", "at most"), (dict(text="a", choices=["b"], stream=True), "stream", "must be false"),
+    (dict(text="a", choices=["b"], rid=["x"]), "rid", "a string"), (dict(text=["a"], choices=["b"]), "text", "expected str"),
+    (dict(text="a", choices=["b"], temperature=0), "temperature", "unknown field"), (dict(text="a", choices=["b"], choises=1), "choises", "'choices'?"),
+    (dict(choices=["b"]), None, "text"), (dict(text="a", choices=["b"], cache_salt="\0"), "cache_salt", "NUL"),
+    (dict(text="a", choices=["REJECT"]), "prompt", "no room"), (dict(text="x" * 500, choices=["y" * 12] * 1000 + ["z" * 13]), "prompt", "at most")])
+def test_scores_that_cannot_be_are_refused(served, body, param, names):
+    check_refused(served.post("/score", **body), param=param, names=names)
+
+
+def test_the_work_of_a_call_of_scores_is_bounded():
+    reader = make_reader()
+    with pytest.raises(RequestError, match="at most 8388608 go into one call"):
+        reader.score(json.dumps({"text": "x" * 90_000, "choices": [str(n) for n in range(100)]}).encode())
+
+
+def test_a_score_of_another_model_and_a_request_that_fails(served):
+    check_refused(served.post("/score", text="a", choices=["b"], model="gpt"), status=404, param="model")
+    check_refused(served.post("/score", text="a", choices=["BROKEN"]), status=500)
+
+
 def test_a_request_that_was_too_late_is_an_error_and_its_text_no_answer(served):
     check_refused(served.post("/v1/completions", prompt="LATE", max_tokens=9), status=504, names="longer than it may")
     check_refused(served.post("/generate", text="LATE", sampling_params={"max_new_tokens": 9}), status=504)
@@ -730,6 +809,9 @@ def test_a_body_that_breaks_off_leaves_nothing(served):
 def test_info_routes(served):
     info = served.client.get("/get_model_info").json()
     assert info == served.client.get("/model_info").json()
+    pair = ["<|im_start|>{}\n", "<|im_end|>\n"]
+    assert info["chat_roles"] == {role: [part.format(role) for part in pair] for role in ("system", "user", "assistant")} | {
+        "default_system": "", "source": "template"}
     assert info["model_path"] == "fake" and info["is_generation"] is True and info["context_length"] == 512
     for path in ("/get_server_info", "/server_info"):
         body = served.client.get(path).json()

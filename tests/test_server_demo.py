@@ -583,6 +583,70 @@ def test_info_speaks_of_the_model(demo):
     assert config["dtype"] == "float32" and config["page_size"] == 1
 
 
+# ------------------------------------------------------------------------------------------------------- what languages need
+
+def test_a_fork_over_http(demo):
+    """A hold, its children, what /metrics says of it, and its end by /abort_request."""
+    def gauges() -> tuple[int, int]:
+        text = demo.client.get("/metrics").text
+        return tuple(int(float(re.search(rf"^nano_sgl:{name} (\S+)$", text, re.M)[1])) for name in ("num_holds", "num_held_tokens"))
+
+    def ask(text: str, **body) -> dict:
+        return demo.post("/generate", text=text, **body).json()["meta_info"]
+
+    prefix = "A fork in the road: one of the ways was wide, and the other was not. So"
+    held = ask(prefix, rid="road", children=2, sampling_params={"max_new_tokens": 0})["prompt_tokens"]
+    assert gauges() == (1, held)
+    first = ask(prefix + " they", parent="road", sampling_params={"max_new_tokens": 2, "temperature": 0})
+    assert first["cached_tokens"] == held and first["prompt_tokens"] > held and gauges() == (1, held)
+    answer = demo.post("/score", text=prefix, choices=[" we went", " he stayed"], parent="road").json()
+    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] >= 2 * (held - 1) and gauges() == (0, 0)
+    ask(prefix, rid="road", children=2, sampling_params={"max_new_tokens": 0})
+    assert gauges() == (1, held) and demo.post("/abort_request", rid="road").json() == {"aborted": 1} and gauges() == (0, 0)
+    ask(prefix, rid="road", children=2, sampling_params={"max_new_tokens": 0})
+    assert demo.client.post("/flush_cache").status_code == 200 and gauges() == (0, 0), "a hold is for speed; it is in nobody's way"
+
+
+def test_scores_of_a_choice(demo):
+    """/score: " YES" and " NO" behind a question; the sums are those of `transformers` in float32."""
+    answer = demo.post("/score", text="Question: Is the sky blue?\nAnswer:", choices=[" YES", " NO"], unconditional=True).json()
+    assert [len(s["token_ids"]) for s in answer["scores"]] == [2, 1] and [s["text"] for s in answer["scores"]] == [" YES", " NO"]
+    assert [round(sum(s["logprobs"]), 1) for s in answer["scores"]] == [-5.9, -6.4]
+    assert [s["unconditional_logprobs"][0] for s in answer["scores"]] == [None, None]
+
+
+def test_what_sglangs_own_frontend_posts_is_understood(demo, tokenizer):
+    """The bodies of its RuntimeEndpoint: prefix caching, generate and its stream, and select with both kinds of logprobs."""
+    info = demo.client.get("/get_model_info").json()
+    assert info["model_path"] == "demo" and info["chat_roles"]["source"] == "template"
+    text = "Question: Is the sky blue?\nAnswer:"
+    prompt_len = demo.post("/generate", text=text, sampling_params={"max_new_tokens": 0}).json()["meta_info"]["prompt_tokens"]
+    assert prompt_len == len(tokenizer.encode(text))
+    sampling = {"skip_special_tokens": True, "spaces_between_special_tokens": True, "max_new_tokens": 4, "min_new_tokens": 0, "n": 1, "stop": [],
+                "stop_token_ids": [], "stop_regex": [], "temperature": 0.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "frequency_penalty": 0.0,
+                "presence_penalty": 0.0, "ignore_eos": False, "regex": None, "json_schema": None}
+    body = {"text": text, "sampling_params": sampling, "return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 2,
+            "return_text_in_logprobs": True}
+    answer = demo.post("/generate", **body).json()
+    assert len(answer["meta_info"]["input_token_logprobs"]) == prompt_len and len(answer["meta_info"]["output_top_logprobs"][0]) == 2
+    assert demo.events("/generate", **body)[-1]["text"] == answer["text"]
+    for unset in (dict(return_logprob=None, logprob_start_len=None, top_logprobs_num=None, return_text_in_logprobs=None), dict(image_data=None)):
+        assert demo.post("/generate", **{**body, **unset}).json()["text"] == answer["text"]
+    choices = [" YES", " NO"]
+    several = demo.post("/generate", text=[text + choice for choice in choices], sampling_params={"max_new_tokens": 0, "temperature": 0},
+                        return_logprob=True, return_text_in_logprobs=True, logprob_start_len=max(prompt_len - 2, 0)).json()
+    found = [one["meta_info"]["input_token_logprobs"] for one in several]
+    assert all(one["meta_info"]["output_token_logprobs"] == [] for one in several)
+    assert [entry[2] for entry in found[0]] == ["Answer", ":", " Y", "ES"][-len(found[0]):] and found[1][-1][2] == " NO"
+    assert round(found[1][-1][0], 1) == -6.4
+    alone = demo.post("/generate", input_ids=[[entry[1] for entry in one] for one in found], sampling_params={"max_new_tokens": 0},
+                      return_logprob=True).json()
+    for one, given in zip(alone, found):
+        assert [entry[1] for entry in one["meta_info"]["input_token_logprobs"]] == [entry[1] for entry in given]
+        assert one["meta_info"]["input_token_logprobs"][0][0] is None, "logprobs of a request that makes no tokens are its prompt's"
+    assert "image_data" in refused(demo.post("/generate", **body, image_data="x"))["message"]
+
+
 # ------------------------------------------------------------------------------------------------------- refused until they are built
 
 @pytest.mark.parametrize("case, field", [("F167", "tools"), ("F197", "tools")])
