@@ -329,7 +329,7 @@ class Engine:
         self._end_late_requests()
         self._queue_compiled()
         for rid in self.constraints.release():
-            self.scheduler.hold(rid, False)
+            self.scheduler.sit_out(rid, False)
         self._rewrite()
         batch = self.scheduler.next_batch(self._draft_lens())
         if batch is not None:
@@ -475,8 +475,8 @@ class Engine:
     def _follow(self, stream: Stream, state: int, missed: bool) -> tuple[str | None, RequestError | None]:
         """A request with a grammar has got new tokens, or none because a row was missing: (finish reason, error)."""
         error = self.constraints.learn(stream.req.rid, stream.constraint, state, missed)
-        if missed or stream.req.held:
-            self.scheduler.hold(stream.req.rid, stream.req.rid in self.constraints.held)
+        if missed or stream.req.sits_out:
+            self.scheduler.sit_out(stream.req.rid, stream.req.rid in self.constraints.held)
         return ("error", refusal(stream.req.request, error)) if error is not None else (None, None)
 
     def _jump(self, stream: Stream) -> tuple[str | None, RequestError | None]:
@@ -515,7 +515,7 @@ class Engine:
             return reason
         stream.ending = reason
         self.constraints.learn(req.rid, constraint, state, False)
-        self.scheduler.hold(req.rid, True)
+        self.scheduler.sit_out(req.rid, True)
         self._rewriting.append(stream)
         return None
 
@@ -523,11 +523,11 @@ class Engine:
         """The scheduler gets outputs that were tokenised anew, once no step holds the requests."""
         late = [stream for stream in self._rewriting if stream.req.in_flight and self.streams.get(stream.req.rid) is stream]
         for stream in late:
-            self.scheduler.hold(stream.req.rid, True)
+            self.scheduler.sit_out(stream.req.rid, True)
         for stream in self._rewriting:
             if stream not in late and self.streams.get(stream.req.rid) is stream:
                 self.scheduler.rewrite(stream.req, stream.rewritten, stream.req.params.logprobs is not None)
-                self.scheduler.hold(stream.req.rid, False)
+                self.scheduler.sit_out(stream.req.rid, False)
         self._rewriting = late
 
     @staticmethod

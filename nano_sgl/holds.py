@@ -11,8 +11,8 @@ ahead and hopes. Here the request that goes ahead is a *hold*, and says how many
       open --its request lands--> kept --the last child, release, time, memory--> over
         '---the children are all there before it lands, or it is aborted----------^
 
-A hold is a promise and never a deadlock: a kept one gives its lock up after HOLD_S, or as soon as a request would have to wait, or to be
-retracted, for want of memory, the oldest first. Who comes after that finds what is left in the tree, like anybody.
+A hold is a promise and never a deadlock: a kept one gives its lock up with the first step after HOLD_S, or as soon as a request would have to
+wait, or to be retracted, for want of memory, the oldest first. Who comes after that finds what is left in the tree, like anybody.
 
 Names. `children` are those still to come; each counts once, when it starts for the first time, or ends without ever having started. A hold is
 *over* once none is to come. Its `node` is the lock, from landing on: before, the request has its own.
@@ -57,8 +57,9 @@ class Holds:
 
     @property
     def tokens(self) -> int:
-        """Tokens that holds keep, each counted once. Some of them may be locked by requests too."""
-        return sum(node.end - node.start for node in {node for hold in self._kept.values() for node in hold.node.path()})
+        """Tokens that holds keep, each counted once. Some of them may be locked by requests too. May be asked in any thread."""
+        ends = [end for hold in list(self._kept.values()) if (end := hold.node) is not None]
+        return sum(node.end - node.start for node in {node for end in ends for node in end.path()})
 
     def open(self, rid: str, children: int) -> Hold:
         """The hold of a request that has come, under an id that no other has."""

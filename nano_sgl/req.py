@@ -38,7 +38,7 @@ class Req:
 
     __slots__ = ("request", "params", "rid", "seed", "prompt", "output_ids", "prompt_len", "known_len", "max_new", "end_len", "last_column",
                  "arrival", "before", "after", "state", "leaving", "row", "place", "node", "own_start", "store_from", "own", "computed_len",
-                 "pending", "guessed", "constrained", "held", "in_flight", "cached_tokens", "prompt_logprobs_from", "scored_len", "counted_len",
+                 "pending", "guessed", "constrained", "sits_out", "in_flight", "cached_tokens", "prompt_logprobs_from", "scored_len", "counted_len",
                  "retractions", "parent", "hold", "queued_at", "queued_tokens", "started_at", "suspect_until", "spoiled", "forced", "_key")
 
     def __init__(self, request: Request, max_new: int, arrival: int, seed: int):
@@ -64,7 +64,7 @@ class Req:
         self.guessed = 0                  # and as many more at most, where guesses turn out right, or a grammar's row is there in time
         self.forced = 0                   # guesses for the step that samples first
         self.constrained = self.params.constrained  # its steps may sample nothing: none of them is `pending`
-        self.held = False                 # sits out until its grammar's row is there
+        self.sits_out = False             # no step takes it until its grammar's row is there
         self.in_flight = 0                # steps launched and not yet committed that hold this request
         self.cached_tokens: int | None = None   # prompt tokens found in the tree at first admission
         self.prompt_logprobs_from = None if self.params.prompt_logprobs is None else self.params.logprob_start_len  # the first still owed
@@ -89,12 +89,12 @@ class Req:
 
     @property
     def launchable(self) -> bool:
-        return not self.leaving and not self.held and self.computed_len < self.known_len + self.pending < self.end_len
+        return not self.leaving and not self.sits_out and self.computed_len < self.known_len + self.pending < self.end_len
 
     @property
     def decodes(self) -> bool:
         """Whether its next step computes the last known token alone, and guesses at what follows."""
-        return self.computed_len + 1 == self.known_len + self.pending < self.end_len and self.place is None and not self.leaving and not self.held
+        return self.computed_len + 1 == self.known_len + self.pending < self.end_len and self.place is None and not self.leaving and not self.sits_out
 
     def ids(self) -> np.ndarray:
         """All known ids. [known_len] int32."""

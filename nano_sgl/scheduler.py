@@ -182,9 +182,9 @@ class Scheduler:
                 self._land(req)
         return req
 
-    def hold(self, rid: str, held: bool) -> None:
+    def sit_out(self, rid: str, sits_out: bool) -> None:
         """Whether a request that runs is to sit out, without giving anything up."""
-        self.reqs[rid].held = held
+        self.reqs[rid].sits_out = sits_out
 
     def expire(self) -> list[Req]:
         """End, as `abort` does, the requests whose time is up: `waiting_timeout` without a first row, `running_timeout` since they got it (a
