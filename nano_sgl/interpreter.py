@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import contextlib
 import hashlib
 import itertools
 import json
@@ -103,6 +104,14 @@ class Hold:
             self.backend.release(self.name)
         return self.name if used else ""
 
+    def fail(self) -> None:
+        """A request that named it has failed, and perhaps it never came."""
+        with self._lock:
+            self._lacking += 1
+            over = self._left == 0
+        if over:
+            self.backend.release(self.name)
+
 
 @dataclass
 class Run:
@@ -136,8 +145,10 @@ class Run:
 
     def hold(self, prefix: str, children: int, parent: str = "") -> Hold | None:
         """Declare what children will share, where the backend takes it."""
-        can = self.hints and children > 1 and prefix and hasattr(self.backend, "hold") and not self.is_chat
-        return Hold(self.backend, prefix, children, parent) if can else None
+        return Hold(self.backend, prefix, children, parent) if self.can_hold(prefix, children) else None
+
+    def can_hold(self, prefix: str, children: int) -> bool:
+        return bool(self.hints and children > 1 and prefix and hasattr(self.backend, "hold") and not self.is_chat)
 
     def saved(self, calls: int) -> None:
         """So many gens needed no call of their own."""
@@ -146,11 +157,11 @@ class Run:
 
     def finish(self, stopped: BaseException | None = None) -> None:
         """Wait for all states; raise what nobody has been told of. stopped: what has ended the program, so that what has not begun is left out."""
-        dropped = [(state, left) for state in self.states if (left := state._drop())] if stopped is not None else []
+        dropped = [state for state in self.states if state._drop()] if stopped is not None else []
         for state in self.states:       # forks made meanwhile are waited for, too
             state._settle()
-        for state, (node, where) in dropped:
-            state._fail(stopped, node, where)
+        for state in dropped:
+            state._fail(stopped, None, raised_at(stopped))
             state._told = True          # by what is raised
         for state in self.states:
             state._give_up_hold()
@@ -235,10 +246,11 @@ class ProgramState(Writer):
             return node.size > 1 and self.run.hints and hasattr(self.run.backend, "hold")
         return self._turn is not None if isinstance(node, ir.RoleEnd) else not isinstance(node, (ir.Text, ir.RoleBegin, ir.ScopeBegin, ir.Join))
 
-    def _fail(self, error: BaseException, node: Expr, where: str) -> None:
+    def _fail(self, error: BaseException, node: Expr | None, where: str) -> None:
         if not isinstance(error, ProgramError):
             place = f"branch {self.branch}, " if self.branch else ""
-            made = ProgramError(f"{place}{where}: {node!r}: {error}", where, self.branch, self)
+            what = repr(node) if node is not None else type(error).__name__
+            made = ProgramError(f"{place}{where}: {what}: {error}", where, self.branch, self)
             made.__cause__ = error
             error = made
         with self._changed:
@@ -251,15 +263,15 @@ class ProgramState(Writer):
             unborn._started = True
             unborn._fail(error, node, where)
 
-    def _drop(self) -> tuple[Expr, str] | None:
-        """Leave out what has not begun to run; returns the first of it."""
+    def _drop(self) -> bool:
+        """Leave out what has not begun to run; whether there was anything."""
         with self._changed:
-            left = self._queue[0] if self._queue else None if self._started else (ir.ForkItem(0), "")
+            left = bool(self._queue) or not self._started
             self._queue.clear()
             self._busy = self._busy and self._started
             self._started = True
             self._changed.notify_all()
-        return left if self._error is None else None
+        return left and self._error is None
 
     def _raise(self) -> None:
         self._told = True
@@ -274,7 +286,10 @@ class ProgramState(Writer):
         return children
 
     def _branch_off(self, node: ir.Fork) -> None:
-        hold = self.run.hold(self._text, node.size, self._spend_hold())
+        hold = None
+        if self.run.can_hold(self._text, node.size):        # a copy declares nothing, so what was declared for its source stays there
+            with self._named() as named:
+                hold = self.run.hold(self._text, node.size, **named)
         for child in node.children:
             child._text, child._fork_at, child._role, child._gens = self._text, len(self._text), self._role, self._gens
             child._messages, child._parts, child._scopes = list(self._messages), list(self._parts), dict(self._scopes)
@@ -310,10 +325,6 @@ class ProgramState(Writer):
             for name in [name for name in child._vars if name not in own]:
                 self._vars.setdefault(name, []).append(child._vars[name])
                 self._meta.setdefault(name, []).append(child._meta.get(name))
-
-    def _spend_hold(self) -> str:
-        hold, self._hold = self._hold, None
-        return hold.spend(used=True) if hold is not None else ""
 
     def _give_up_hold(self) -> None:
         hold, self._hold = self._hold, None
@@ -456,31 +467,41 @@ class ProgramState(Writer):
         return list(self._messages) if self.run.is_chat else self._text
 
     def _ask(self, params: dict[str, Any]) -> list[Any]:
-        outputs = self.run.backend.generate([self._prompt], [params], **self._named())
+        with self._named() as named:
+            outputs = self.run.backend.generate([self._prompt], [params], **named)
         for output in outputs:
             _check_output(output)
         return outputs
 
-    def _named(self) -> dict[str, str]:
-        parent = self._spend_hold()
-        return {"parent": parent} if parent else {}
+    @contextlib.contextmanager
+    def _named(self) -> Iterator[dict[str, str]]:
+        """What a state's first request says of the hold that waits for it."""
+        hold, self._hold = self._hold, None
+        try:
+            yield {} if hold is None else {"parent": hold.spend(used=True)}
+        except BaseException:
+            if hold is not None:
+                hold.fail()
+            raise
 
     def _ask_streaming(self, name: str | None, params: dict[str, Any], thoughts: Thoughts | None) -> Any:
         pieces, text = [], ""
         self._live_name = name
-        for piece in self.run.backend.stream(self._prompt, params, **self._named()):
-            _check_output(piece)
-            pieces.append(piece)
-            text += piece.text
-            with self._changed:
-                self._live = text if thoughts is None else thoughts.split(text)[1]
-                self._changed.notify_all()
+        with self._named() as named:
+            for piece in self.run.backend.stream(self._prompt, params, **named):
+                _check_output(piece)
+                pieces.append(piece)
+                text += piece.text
+                with self._changed:
+                    self._live = text if thoughts is None else thoughts.split(text)[1]
+                    self._changed.notify_all()
         return Whole(pieces, text)
 
     def _select(self, node: ir.Select) -> None:
         if not hasattr(self.run.backend, "score") or self.run.is_chat:
             raise ValueError("select needs the log-probabilities of texts, which a chat API has not")
-        scores = self.run.backend.score(self._text, node.choices, unconditional=node.method.requires_unconditional_logprobs, **self._named())
+        with self._named() as named:
+            scores = self.run.backend.score(self._text, node.choices, unconditional=node.method.requires_unconditional_logprobs, **named)
         decision = node.method(node.choices, scores)
         self._set(node.name, decision.decision, decision.meta_info)
         self._add_text(decision.decision)
@@ -625,7 +646,7 @@ class ProgramState(Writer):
             self._ended = ended
             self._changed.notify_all()
         if error is not None and self._error is None:
-            self._fail(error, ir.Text(""), ir.origin())
+            self._fail(error, None, raised_at(error))
 
     _ended = True       # a streaming run says when
 
@@ -658,6 +679,12 @@ class Whole:
         self.cached_tokens, self.meta_info = max(getattr(p, "cached_tokens", 0) for p in pieces), getattr(last, "meta_info", None)
         for name in ("output_ids", "logprobs", "prompt_logprobs"):
             setattr(self, name, list(itertools.chain.from_iterable(getattr(p, name, None) or () for p in pieces)))
+
+
+def raised_at(error: BaseException) -> str:
+    """FILE:LINE of the program's function that raised an error, or let it through; it stands below the function that has caught it."""
+    at = error.__traceback__.tb_next or error.__traceback__
+    return f"{at.tb_frame.f_code.co_filename}:{at.tb_lineno}"
 
 
 def _check_output(output: Any) -> None:

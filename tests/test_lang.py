@@ -1,6 +1,7 @@
 """The language on a backend that is scripted: what is asked of it, in which order, and what becomes of its answers and errors."""
 
 import asyncio
+import re
 import subprocess
 import sys
 import textwrap
@@ -307,6 +308,42 @@ def test_forks_declare_what_they_share_and_give_back_what_they_do_not_use():
     assert len(backend.holds) == 2
 
 
+@pytest.mark.parametrize("how", ["generate", "stream", "select"])
+def test_a_hold_is_given_up_where_the_request_that_was_to_come_has_failed(how):
+    backend = Scripted()
+    answer = {name: getattr(backend, name) for name in ("generate", "stream", "score")}
+
+    def refusing(name):
+        def method(prefix, *args, **named):
+            if "bad" in str(prefix):
+                raise ValueError("refused")
+            return answer[name](prefix, *args, **named)
+        return method
+
+    def program(s):
+        s += "shared "
+        forks = s.fork(2)
+        forks += lambda i: ("bad" if i else "good") + (sgl.gen("v") if how != "select" else sgl.select("v", ["a", "b"]))
+        forks.join()
+    for name in answer:
+        setattr(backend, name, refusing(name))
+    with pytest.raises(sgl.ProgramError, match="branch 1.*refused"):
+        list(run(program, backend, stream=how == "stream").text_iter())
+    assert backend.released == ["h0"]
+
+
+def test_a_copy_leaves_what_a_batch_has_declared_to_its_source():
+    @sgl.function
+    def program(s, i):
+        s += "the same in all of them, and long enough that it is worth a request of its own; "
+        with s.copy() as aside:
+            aside += f"{i}" + sgl.gen("v")
+        s += f"{i}" + sgl.gen("w")
+    backend = Scripted()
+    program.run_batch([(0,), (1,)], backend=backend)
+    assert sorted(backend.parents) == ["", "", "h0", "h0"] and len(backend.holds) == 1 and not backend.released
+
+
 # ------------------------------------------------------------------------------------------------------------------------------ errors
 
 def failing(prompt, params):
@@ -381,9 +418,10 @@ def test_what_the_program_raises_comes_as_it_is_and_a_backends_error_output_is_o
 
 
 def test_what_has_not_begun_is_left_out_when_the_program_raises():
-    gate = threading.Event()
+    begun, gate = threading.Event(), threading.Event()
 
     def answer(prompt, params):
+        begun.set()
         assert gate.wait(LIMIT_S)
         return "x"
 
@@ -391,6 +429,7 @@ def test_what_has_not_begun_is_left_out_when_the_program_raises():
         s += "p" + sgl.gen("a") + sgl.gen("b")
         forks = s.fork(2)
         forks += sgl.gen("c")
+        assert begun.wait(LIMIT_S)
         threading.Timer(0.1, gate.set).start()
         raise KeyError("mine")
     backend = Scripted(answer)
@@ -604,6 +643,7 @@ def test_one_failing_program_of_a_batch_keeps_its_error():
     with pytest.raises(sgl.ProgramError, match="not closed"):
         states[1]["v"]
     assert isinstance(states[2].error().__cause__, ZeroDivisionError)
+    assert re.search(r"test_lang\.py:\d+: ZeroDivisionError: ", str(states[2].error()))
 
 
 def test_batches_refuse():
