@@ -211,12 +211,12 @@ class Grammar:
         row, count = self.row(state), state >> COUNT_SHIFT
         if not 0 <= token < self.vocab.size:
             return None
-        at = int(np.searchsorted(row.over_tokens, token))
+        at = row.over_tokens.searchsorted(token)
         if at < len(row.over_tokens) and row.over_tokens[at] == token:
             value = int(row.over_values[at])
         else:
             value = int(row.vec[self.tables.maps[row.map][token]])
-        lines = self.tables.lines.array
+        lines = self.tables.lines.whole
         while True:
             low, high, to, op = lines[value].tolist()
             if low <= count <= high:

@@ -158,6 +158,7 @@ int64_t nano_row_follow(RowWalk* w, int last) {
     });
 }
 
+int64_t nano_row_narrow(RowWalk* w, int state) { return guarded(*w->sets, [&] { return read_narrow(*w, state); }); }
 int64_t nano_row_settle(RowWalk* w) { return guarded(*w->sets, [&] { return settle(*w); }); }
 
 // The lines, or the values, of leaves
@@ -180,10 +181,6 @@ void nano_frames_firsts(Frames* frames, int frame, const int32_t* flat, int64_t 
 
 void* nano_sets_new(Frames* frames, const int64_t* bounds) { return static_cast<SetsHead*>(new RowSets(*frames, bounds)); }
 void nano_sets_free(SetsHead* sets) { delete static_cast<RowSets*>(sets); }
-int64_t nano_sets_written(RowSets* sets) {      // the tables have what was new
-    sets->fresh_states.clear(), sets->fresh_lines.clear();
-    return sets->num_new_states = sets->num_new_lines = 0;
-}
 
 int64_t nano_sets_stack(RowSets* sets, const Held* frames, int64_t n) {
     std::vector<Held> some(frames, frames + n);

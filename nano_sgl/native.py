@@ -102,14 +102,15 @@ class RowWalk(ctypes.Structure):
     _fields_ = [*((name, _P) for name in ("walk", "sets", "map", "readings", "head", "differs", "different", "left", "tokens", "groups", "pairs",
                                           "leaves", "vec", "class_leaves", "class_values", "values")),
                 *((name, _I) for name in ("room", "at", "size", "work", "full", "num_different", "num_left", "leaves_out", "num_tokens", "num_pairs",
-                                          "num_leaves", "unknown", "low", "high"))]
+                                          "num_leaves", "unknown", "low", "high", "seed", "narrow", "most")), ("far", ctypes.c_uint64 * 4)]
 
 
 class SetsHead(ctypes.Structure):
     """What is seen of a grammar's sets, for readings.py; see cpu/sets.h."""
 
     _fields_ = [*((name, _P) for name in ("found", "new_states", "new_lines")),
-                *((name, _I) for name in ("num_new_states", "num_new_lines", "next_state", "next_line", "places", "missing", "keep", "add")),
+                *((name, _I) for name in ("num_new_states", "num_new_lines", "next_state", "next_line", "places", "missing", "keep", "add",
+                                          "written")),
                 ("deadline", ctypes.c_double), *((name, _I) for name in ("max_frames", "max_readings", "max_states", "max_places", "compared"))]
 
 
@@ -131,7 +132,7 @@ FUNCTIONS = {
     "nano_join_maps": [_P] * 2 + [_I] * 3 + [_P] * 3,
     "nano_row_begin": [ctypes.POINTER(RowWalk)] + [_C] * 4,
     "nano_row_exits": [ctypes.POINTER(RowWalk), _C, _C, *[_P] * 5, _I, _I],
-    "nano_row_follow": [ctypes.POINTER(RowWalk), _C],
+    **dict.fromkeys(("nano_row_follow", "nano_row_narrow"), [ctypes.POINTER(RowWalk), _C]),
     **dict.fromkeys(("nano_row_settle", "nano_row_forget"), [ctypes.POINTER(RowWalk)]),
     **dict.fromkeys(("nano_row_lines", "nano_row_values"), [ctypes.POINTER(RowWalk), _P, _I, _P]),
     "nano_frames_new": [],
@@ -139,7 +140,7 @@ FUNCTIONS = {
     "nano_frames_tell": [_P, _C, _C, _I, _I, _C],
     "nano_frames_firsts": [_P, _C, _P, _I],
     "nano_sets_new": [_P] * 2,
-    **dict.fromkeys(("nano_frames_free", "nano_sets_free", "nano_sets_written"), [_P]),
+    **dict.fromkeys(("nano_frames_free", "nano_sets_free"), [_P]),
     **dict.fromkeys(("nano_sets_stack", "nano_sets_value"), [_P, _P, _I]),
     "nano_sets_covers": [_P, _C, _C],
     "nano_sets_set": [_P, _C, _P, _I],
@@ -153,8 +154,9 @@ FUNCTIONS = {
 
 
 # What returns a number, or an address
-COUNTING = {"nano_look_up", "nano_trie_walk", "nano_join_maps", "nano_row_follow", "nano_row_settle", "nano_row_lines", "nano_row_values",
-            "nano_row_exits", *(name for name in FUNCTIONS if name.startswith("nano_sets_") and name not in ("nano_sets_new", "nano_sets_free"))}
+COUNTING = {"nano_look_up", "nano_trie_walk", "nano_join_maps", "nano_row_exits", "nano_row_follow", "nano_row_narrow", "nano_row_settle",
+            "nano_row_lines", "nano_row_values",
+            *(name for name in FUNCTIONS if name.startswith("nano_sets_") and name not in ("nano_sets_new", "nano_sets_free"))}
 ADDRESSES = ("nano_frames_new", "nano_sets_new")
 
 
@@ -305,6 +307,7 @@ class TrieWalker:
                            **{name: np.empty(room, np.int32) for name in ("tokens", "groups", "values")})
         for name, array in self._found.items():
             setattr(self._row, name, array.ctypes.data)
+        self._row.far[:] = [vocab.far >> 64 * i & (1 << 64) - 1 for i in range(4)]
 
     def _map(self) -> np.ndarray:
         """Memory for a map. The first so many have been written to: to touch fresh memory may take longer than to make what is in it."""
@@ -426,6 +429,20 @@ class TrieWalker:
             finally:
                 self._library.nano_row_forget(row)
 
+    def read_narrow(self, state: int, readings) -> tuple[np.ndarray, np.ndarray] | None:
+        """(tokens, ascending; the line of each) of a state of the grammar in which few begin; None: it is not such a one, or leads to much."""
+        with self.lock:
+            row, found, library, automaton = self._row, self._found, self._library, readings.automaton
+            row.sets, row.leaves_out, row.seed, row.narrow, row.most = readings.native.address, True, 0, self.NARROW, self.READINGS
+            row.map = row.vec = row.class_leaves = row.class_values = None
+            self._see(automaton.delta, automaton._flags)
+            try:
+                if self._go(readings, library.nano_row_narrow, state):
+                    return None
+                return found["tokens"][: row.num_tokens].copy(), found["values"][: row.num_tokens].copy()
+            finally:
+                library.nano_row_forget(row)
+
     def _class_lines(self, leaves: np.ndarray, readings) -> np.ndarray:
         row, lines, values = self._row, np.empty(len(leaves) + 1, np.int32), self._found["class_values"]
         values[1 : len(lines)], lines[0], values[0] = -1, 0, 0
@@ -540,11 +557,11 @@ class Sets:
     def written(self) -> tuple[np.ndarray | None, np.ndarray | None]:
         """(from which count on new states accept, new lines int32 [:, 4]) since the last time; None if there are none."""
         head = self.head
+        if head.written:
+            return None, None
         states, lines = head.num_new_states, head.num_new_lines
-        found = _copied(head.new_states, states) if states else None, _copied(head.new_lines, 4 * lines).reshape(-1, 4) if lines else None
-        if states or lines:
-            self._library.nano_sets_written(self.address)
-        return found
+        head.written = 1
+        return _copied(head.new_states, states) if states else None, _copied(head.new_lines, 4 * lines).reshape(-1, 4) if lines else None
 
 
 def _copied(address: int, size: int) -> np.ndarray:

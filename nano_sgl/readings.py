@@ -41,6 +41,7 @@ from .vocab import Vocab
 MAX_READINGS = 1000             # configurations of one state
 MAX_GRAMMAR_STATES = 50_000
 MAX_PLACES = 400_000            # in the rules, that a grammar's states and stacks hold: some 450 bytes each
+FOR_EVER = float("inf")
 REGISTER = -1                   # in place of a count: the number beside the state; -1 - k: k more than that
 Config = tuple[int, int, int, int]
 Begins = Callable[[int], list[tuple[int, int, tuple[int, ...]]]]    # of a frame: (state, loop, frames that lie below, the lowest first) each
@@ -360,7 +361,8 @@ class NativeReadings:
         head.next_state, head.next_line, head.max_states, head.deadline = tables.states.size, tables.lines.size, MAX_GRAMMAR_STATES, CLOCK.deadline
 
     def __exit__(self, *error: object) -> None:
-        self.native.head.deadline = float("inf")
+        head = self.native.head
+        head.deadline = FOR_EVER
         accept_from, lines = self.native.written()
         if accept_from is not None:
             start = self.tables.add_states(len(accept_from), accept_from)
@@ -369,7 +371,7 @@ class NativeReadings:
             self.tables.lines.append(lines)
             if error[0] is None:
                 self.tables.check_size()
-                if self.places > MAX_PLACES:
+                if head.places > MAX_PLACES:
                     self._help(self.native.MANY_PLACES)
 
     def _help(self, why: int) -> None:

@@ -42,10 +42,19 @@ NO_CLASSES = np.zeros(1, np.int32)
 class RowBuilder(waves.WaveBuilder):
     """One row. `build` it under the lock of `Shared`."""
 
+    def __init__(self, grammar, index: int):
+        self.grammar, self.index, self.readings, self.tables = grammar, index, grammar.readings, grammar.tables
+
     def build(self) -> Row:
         """The row. Raises GrammarError."""
-        walker = self.tables.vocab.walker
-        return walker and self.readings.native and self._by_reading(walker) or super().build()
+        walker = self.tables.vocab.walker if self.readings.native else None
+        if walker is not None:
+            with self.readings:
+                found = walker.read_narrow(self.index, self.readings)
+            if found is not None:
+                return self._bounded(0, NO_CLASSES, *found)
+        super().__init__(self.grammar, self.index)
+        return walker and self._by_reading(walker) or super().build()
 
     def _by_reading(self, walker) -> Row | None:
         """By C++; None if the readings are too many, or too many are wide."""

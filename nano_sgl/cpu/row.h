@@ -32,8 +32,12 @@ inline uint64_t hash_of(const Leaf& leaf) {
 // What is known of a leaf that holds always: its value, -1, and the first line of that in the tables, -1.
 struct Known { Leaf leaf; int32_t value, line; };
 
+// Where a row begins: see `add_reading`.
+struct Seed { int32_t state, place, x; };
+
 struct RowSets : Sets {
     using Sets::Sets;
+    std::vector<Seed> seeds;                    // of the row that `read_narrow` is at
     std::vector<Known> leaves;
     std::vector<int32_t> table = std::vector<int32_t>(256, -1);         // by linear probing
 
@@ -77,9 +81,11 @@ struct RowWalk {
     // work: what was done so far. full: there was no room for a reading, or no time. leaves_out: whether there is such a thing as `left`
     int64_t room, at, size, work, full, num_different, num_left, leaves_out, num_tokens, num_pairs, num_leaves, unknown;
     int64_t low, high;                          // of the repeat that the row's own count belongs to
+    int64_t seed, narrow, most;                 // of `read_narrow`: how many have begun; of readings from one of them; of all
+    uint64_t far[4];                            // bytes with which much begins
 };
 
-enum { FOLLOWED, EXPAND_STATE, TOO_LONG, LEFT_OUT };    // what `follow_readings` returns
+enum { FOLLOWED, EXPAND_STATE, TOO_LONG, LEFT_OUT };    // what `follow_readings` returns, and `read_narrow`
 
 void forget(RowWalk& w) {
     for (int64_t i = 0; i < w.size; i++) w.head[w.readings[i].node] = -1;
@@ -155,14 +161,19 @@ void end_at(RowWalk& w, int32_t place, const Exits& at, int32_t x) {
 
 constexpr int32_t BELOW = 2048, BROAD = 16, LEFT = 64;      // tokens below a node, bytes that a state moves on
 
+// On how many bytes a state moves on.
+int alive(const Walk& t, int32_t state) {
+    const int32_t* row = t.delta + 256 * (int64_t)state;
+    int number = 0;
+    for (int byte = 0; byte < 256; byte++) number += row[byte] >= 0;
+    return number;
+}
+
 // Whether what may be read from a node on is so much that it should come from a template. Then it is noted, and not followed.
 bool leave(RowWalk& w, int32_t node, int32_t state, int32_t place, int32_t x) {
     const Walk& t = *w.walk;
     if (!w.leaves_out || t.end[node] - t.first[node] <= BELOW) return false;
-    const int32_t* row = t.delta + 256 * (int64_t)state;
-    int alive = 0;
-    for (int byte = 0; byte < 256; byte++) alive += row[byte] >= 0;
-    if (alive < BROAD) return false;
+    if (alive(t, state) < BROAD) return false;
     const int32_t one[5] = {node, state, place, x, w.sets->endings[place].between >= 0};
     for (int64_t i = 0; i < w.num_left; i++)
         if (std::equal(one, one + 5, w.left + 5 * i)) return true;
@@ -314,6 +325,64 @@ int settle(RowWalk& w) {
         if (w.values[i] != SAME) w.tokens[kept] = w.tokens[i], w.values[kept++] = w.values[i];
     w.num_tokens = kept;
     return FOLLOWED;
+}
+
+// Whether few tokens begin in a state: as rows.py's `_is_wide`, which is asked about all others. EXPAND_STATE: that is not known yet.
+int is_narrow(RowWalk& w, int32_t state) {
+    const Walk& t = *w.walk;
+    w.unknown = state;
+    if (!t.expanded[state]) return EXPAND_STATE;
+    if (alive(t, state) >= BROAD) return TOO_LONG;
+    for (int byte = 0; byte < 256; byte++) {
+        const int32_t to = t.delta[256 * (int64_t)state + byte];
+        if (to < 0 || !has(w.far, byte)) continue;
+        w.unknown = to;
+        if (!t.expanded[to]) return EXPAND_STATE;
+        if (alive(t, to) >= BROAD) return TOO_LONG;
+    }
+    return FOLLOWED;
+}
+
+// Where the row of a state begins: in its readings, and behind the repeats that may end there.
+int find_seeds(RowWalk& w, int32_t state) {
+    RowSets& sets = *w.sets;
+    const int32_t list = sets.key_of_state.at(state);
+    const std::vector<Config> configs(sets.keys.at(list) + 1, sets.keys.at(list) + sets.keys.length(list));
+    sets.seeds.clear();
+    w.low = w.high = 0;
+    for (const Config& one : configs) {
+        sets.seeds.push_back({one.q, sets.place({one.stack, one.loop, one.count}), -1});
+        if (one.loop && one.count == IN_REGISTER) w.low = sets.frames.loops[one.loop].low, w.high = sets.frames.loops[one.loop].high;
+    }
+    for (const Config& one : configs) {
+        if (!one.loop || one.q != sets.frames.loops[one.loop].between || !(one.count == IN_REGISTER || sets.is_between(one))) continue;
+        const int32_t set = sets.closure(one.stack);
+        const std::vector<Config> after(sets.sets.at(set) + 1, sets.sets.at(set) + sets.sets.length(set));
+        for (const Config& next : after)
+            sets.seeds.push_back({next.q, sets.place({next.stack, next.loop, next.count}), one.count == IN_REGISTER ? 0 : -1});
+    }
+    for (const Seed& seed : sets.seeds)
+        if (const int how = is_narrow(w, seed.state); how != FOLLOWED) return how;
+    return FOLLOWED;
+}
+
+// The whole row of a state in which few tokens begin, as most do; others are left to Python: TOO_LONG, LEFT_OUT. It may be stopped, and goes on.
+int read_narrow(RowWalk& w, int32_t state) {
+    RowSets& sets = *w.sets;
+    if (!w.seed)
+        if (const int how = find_seeds(w, state); how != FOLLOWED) return how;
+    for (;; w.seed++) {
+        if (w.seed)
+            if (const int how = follow_readings(w); how != FOLLOWED) return how;
+        if (w.seed == (int64_t)sets.seeds.size()) break;
+        const Seed seed = sets.seeds[w.seed];
+        w.room = std::min(w.size + w.narrow, w.most);
+        go_down(w, 0, seed.state, seed.place, 0, seed.x, SOLE);
+    }
+    if (w.num_left) return LEFT_OUT;
+    w.room = w.most;
+    if (gather(w) != FOLLOWED) return TOO_LONG;
+    return settle(w);
 }
 
 }  // namespace

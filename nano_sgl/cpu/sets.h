@@ -113,6 +113,7 @@ struct SetsHead {
     const void* found;                          // what was asked for last
     const int32_t *new_states, *new_lines;      // what the tables do not have yet: from what count on a state accepts; lines, 4 numbers each
     int64_t num_new_states, num_new_lines, next_state, next_line, places, missing, keep, add;
+    int64_t written;                            // whether the tables have what was new
     double deadline;                            // by the clock of time.monotonic
     int64_t max_frames, max_readings, max_states, max_places, compared;
 };
@@ -516,6 +517,7 @@ struct Sets : SetsHead {
 template <class Do>
 int64_t guarded(Sets& sets, Do what) {
     int64_t found;
+    if (sets.written) sets.fresh_states.clear(), sets.fresh_lines.clear(), sets.written = 0;
     try {
         found = what();
     } catch (const Stop& stop) {
