@@ -233,6 +233,9 @@ class Grammar:
         """(the bytes that must follow, up to a choice or a possible end, state after them); at most MAX_FORCED."""
         with self.shared.lock:
             now, text, readings = self._unpack(state), bytearray(), 0
+            if self.readings.native:
+                found, now = self.readings.along(now, None, MAX_FORCED, 4 * MAX_FORCED)
+                return found, self._pack(now) if found else state
             while len(text) < MAX_FORCED and readings < 4 * MAX_FORCED and not self._may_end(now):
                 readings += sum(len(self._automaton.members[q]) + len(self.readings.frames(stack)) for q, stack, _, _ in self.readings.at(now)[1])
                 mask = self._alive(now)
@@ -246,6 +249,9 @@ class Grammar:
         """The state after some bytes, None if no completion begins so."""
         with self.shared.lock:
             now = self._unpack(state)
+            if self.readings.native:
+                _, now = self.readings.along(now, bytes(text), len(text), 0)
+                return None if now < 0 else self._pack(now)
             for byte in text:
                 now = self._advance(now, byte)
                 if now is None:

@@ -159,6 +159,9 @@ int64_t nano_row_follow(RowWalk* w, int last) {
 }
 
 int64_t nano_row_narrow(RowWalk* w, int state) { return guarded(*w->sets, [&] { return read_narrow(*w, state); }); }
+int64_t nano_row_along(RowWalk* w, uint8_t* text, int is_given, int64_t size, int64_t budget) {
+    return guarded(*w->sets, [&] { return go_along(*w, text, is_given, size, budget); });
+}
 int64_t nano_row_settle(RowWalk* w) { return guarded(*w->sets, [&] { return settle(*w); }); }
 
 // The lines, or the values, of leaves

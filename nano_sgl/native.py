@@ -102,7 +102,7 @@ class RowWalk(ctypes.Structure):
     _fields_ = [*((name, _P) for name in ("walk", "sets", "map", "readings", "head", "differs", "different", "left", "tokens", "groups", "pairs",
                                           "leaves", "vec", "class_leaves", "class_values", "values")),
                 *((name, _I) for name in ("room", "at", "size", "work", "full", "num_different", "num_left", "leaves_out", "num_tokens", "num_pairs",
-                                          "num_leaves", "unknown", "low", "high", "seed", "narrow", "most")), ("far", ctypes.c_uint64 * 4)]
+                                          "num_leaves", "unknown", "low", "high", "seed", "narrow", "most", "set")), ("far", ctypes.c_uint64 * 4)]
 
 
 class SetsHead(ctypes.Structure):
@@ -131,6 +131,7 @@ FUNCTIONS = {
     "nano_trie_walk": [ctypes.POINTER(Walk)],
     "nano_join_maps": [_P] * 2 + [_I] * 3 + [_P] * 3,
     "nano_row_begin": [ctypes.POINTER(RowWalk)] + [_C] * 4,
+    "nano_row_along": [ctypes.POINTER(RowWalk), _P, _C, _I, _I],
     "nano_row_exits": [ctypes.POINTER(RowWalk), _C, _C, *[_P] * 5, _I, _I],
     **dict.fromkeys(("nano_row_follow", "nano_row_narrow"), [ctypes.POINTER(RowWalk), _C]),
     **dict.fromkeys(("nano_row_settle", "nano_row_forget"), [ctypes.POINTER(RowWalk)]),
@@ -155,7 +156,7 @@ FUNCTIONS = {
 
 # What returns a number, or an address
 COUNTING = {"nano_look_up", "nano_trie_walk", "nano_join_maps", "nano_row_exits", "nano_row_follow", "nano_row_narrow", "nano_row_settle",
-            "nano_row_lines", "nano_row_values",
+            "nano_row_lines", "nano_row_values", "nano_row_along",
             *(name for name in FUNCTIONS if name.startswith("nano_sets_") and name not in ("nano_sets_new", "nano_sets_free"))}
 ADDRESSES = ("nano_frames_new", "nano_sets_new")
 
@@ -395,7 +396,7 @@ class TrieWalker:
 
     def frames(self) -> Frames:
         """What grammars of one automaton will say of their frames."""
-        return Frames(self._library)
+        return Frames(self)
 
     def values(self, leaves: np.ndarray, readings, low: int, high: int) -> np.ndarray:
         """The value of each leaf (place, state, begun, x), int32 [:, 4]. low, high: of the repeat that the row's own count belongs to."""
@@ -442,6 +443,19 @@ class TrieWalker:
                 return found["tokens"][: row.num_tokens].copy(), found["values"][: row.num_tokens].copy()
             finally:
                 library.nano_row_forget(row)
+
+    def along(self, which: int, text: bytes | None, size: int, budget: int, readings) -> tuple[bytes, int]:
+        """From a set on, along `text`: (what of it could be read, the set behind, -1 if something could not). Without a text, along the bytes that
+        must follow, so many at most; budget: of readings on the way."""
+        with self.lock:
+            row, held, automaton = self._row, ctypes.create_string_buffer(size) if text is None else text, readings.automaton
+            row.sets, row.set = readings.native.address, which
+            self._see(automaton.delta, automaton._flags)
+            try:
+                self._go(readings, self._library.nano_row_along, held, text is not None, size, budget)
+                return held[: row.at], row.set
+            finally:
+                self._library.nano_row_forget(row)
 
     def _class_lines(self, leaves: np.ndarray, readings) -> np.ndarray:
         row, lines, values = self._row, np.empty(len(leaves) + 1, np.int32), self._found["class_values"]
@@ -503,9 +517,9 @@ class TrieWalker:
 class Frames:
     """What the grammars of an automaton have said of frames and loops; see cpu/sets.h. `told`: of which frames what they are."""
 
-    def __init__(self, loaded: ctypes.CDLL):
-        self.library, self.told, self.num_loops = loaded, set(), 0
-        self.address = loaded.nano_frames_new()
+    def __init__(self, walker: TrieWalker):
+        self.walker, self.library, self.told, self.num_loops = walker, walker._library, set(), 0
+        self.address = self.library.nano_frames_new()
 
     def __del__(self) -> None:
         self.library.nano_frames_free(self.address)

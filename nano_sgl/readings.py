@@ -351,6 +351,10 @@ class NativeReadings:
             index = self.native.call("state", which)
         return index, bool(self.native.head.keep), self.native.head.add
 
+    def along(self, which: int, text: bytes | None, size: int, budget: int) -> tuple[bytes, int]:
+        """From a set on along a text, or along what must follow: as native.TrieWalker.along."""
+        return self.automaton.frames.walker.along(which, text, size, budget, self)
+
     def place(self, stack: int, loop: int, count: int) -> int:
         """The number of a place, as rows have it."""
         return self.native.call("place", stack, loop, count)

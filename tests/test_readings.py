@@ -15,6 +15,7 @@ GRAMMARS = {
     "palindrome": 'root ::= "a" root "a" | "b" root "b" | "a" | "b" | ""',
     "ambiguous": 'root ::= root root | "a" | "b" [ab]{0,3} | ""',
     "counted": 'root ::= ([ab]{2,5} | [a-c]{0,7} root? | "a" | t{1,3} "c")* "b"{2,9}\nt ::= [a-z]{1,4} "," | root "."',
+    "words": 'root ::= ("ab" ("abba" | "abc") | "[" root "]" "," root)* "()()"',
     "repeats": 'root ::= (t{0,7} | t{0,8} | t{2,4})* "."\nt ::= "(" root ")" | "a" | "b"',
 }
 TEXT = b"aabbcab,.a()[]"
@@ -93,6 +94,27 @@ def test_what_is_asked_for_again_is_the_same_number(both):
         assert some.state(which) == some.state(which) and some.has(some.state(which)[0]) and not some.has(some.state(which)[0] + 1)
         with pytest.raises(KeyError):
             some.configs(some.state(which)[0] + 1)
+
+
+def test_texts_are_gone_along_as_byte_by_byte(both):
+    """Given ones, and those that must follow."""
+    machine, _, some = both
+    machine.tables = some.tables
+    for seed in range(40):
+        draw, which = random.Random(seed), first(machine, some)
+        for _ in range(10):
+            text = bytes(draw.choices(TEXT, k=draw.randrange(1, 5)))
+            behind, forced, at = after(machine, some, which, text), b"", which
+            while not machine._may_end(at) and (alive := machine._alive(at)).bit_count() == 1:
+                forced += bytes([alive.bit_length() - 1])
+                at = machine._advance(at, forced[-1])
+            if some.native:
+                assert some.along(which, text, len(text), 0)[1] == (-1 if behind is None else behind)
+                assert some.along(which, None, 64, 4096) == (forced, at)
+            state, end = machine.readings.state(which), machine.readings.state(at)
+            if not state[2] and not end[2]:
+                assert machine.forced(state[0]) == (forced, end[0])
+            which = which if behind is None else behind
 
 
 @pytest.mark.parametrize("bound, text", [("MAX_READINGS", "readings of a text"), ("MAX_PLACES", "places in its rules")])

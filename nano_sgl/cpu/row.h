@@ -82,6 +82,7 @@ struct RowWalk {
     int64_t room, at, size, work, full, num_different, num_left, leaves_out, num_tokens, num_pairs, num_leaves, unknown;
     int64_t low, high;                          // of the repeat that the row's own count belongs to
     int64_t seed, narrow, most;                 // of `read_narrow`: how many have begun; of readings from one of them; of all
+    int64_t set;                                // of `go_along`
     uint64_t far[4];                            // bytes with which much begins
 };
 
@@ -383,6 +384,81 @@ int read_narrow(RowWalk& w, int32_t state) {
     w.room = w.most;
     if (gather(w) != FOLLOWED) return TOO_LONG;
     return settle(w);
+}
+
+// ---- byte by byte
+
+// The readings that may go on, those behind a repeat that may end here included. Their states are expanded, or EXPAND_STATE.
+int find_waiting(RowWalk& w, int32_t set, std::vector<Config>& waiting) {
+    RowSets& sets = *w.sets;
+    waiting.clear();
+    sets.add_configs(set, waiting);
+    for (size_t i = 0, n = waiting.size(); i < n; i++)
+        if (waiting[i].loop && sets.is_between(waiting[i])) sets.add_configs(sets.closure(waiting[i].stack), waiting);
+    const auto is_full = [&](const Config& c) {
+        return c.loop && c.q == sets.frames.loops[c.loop].between && c.count >= sets.frames.loops[c.loop].high;
+    };
+    waiting.erase(std::remove_if(waiting.begin(), waiting.end(), is_full), waiting.end());
+    for (const Config& one : waiting) {
+        w.unknown = one.q;
+        if (!w.walk->expanded[one.q]) return EXPAND_STATE;
+    }
+    return FOLLOWED;
+}
+
+// Whether the text may end in a set.
+bool ends(RowSets& sets, int32_t set) {
+    bool any = sets.may_end(set);
+    for (int64_t i = 1; i < sets.sets.length(set) && !any; i++) {
+        const Config one = sets.sets.at(set)[i];
+        any = one.loop && sets.is_between(one) && sets.may_end(sets.closure(one.stack));
+    }
+    return any;
+}
+
+// The set after a byte, -1.
+int32_t advance_set(RowWalk& w, const std::vector<Config>& waiting, int byte) {
+    RowSets& sets = *w.sets;
+    std::vector<Config> configs;
+    bool may_end = false;
+    for (const Config& one : waiting) {
+        const int32_t to = w.walk->delta[256 * (int64_t)one.q + byte];
+        if (to < 0) continue;
+        if (one.loop) {
+            configs.push_back({to, one.stack, one.loop, one.count + (one.q == sets.frames.loops[one.loop].between)});
+            continue;
+        }
+        if (w.walk->goes_on[to]) configs.push_back({to, one.stack, 0, 0});
+        if (!w.walk->accepts[to]) continue;
+        const int32_t after = sets.closure(one.stack);
+        may_end |= sets.may_end(after), sets.add_configs(after, configs);
+    }
+    return configs.empty() && !may_end ? -1 : sets.set(may_end, configs);
+}
+
+// From a set on, along `text`; or, without one, along the bytes that must follow, up to a choice or a possible end, which are written to it. `size`:
+// so many at most; `budget`: of readings on the way. `set`, -1 at a byte that may not come, and `at` say how far it is. It may be stopped, and goes on.
+int go_along(RowWalk& w, uint8_t* text, bool is_given, int64_t size, int64_t budget) {
+    std::vector<Config> waiting;
+    for (; w.at < size && w.set >= 0; w.at++) {
+        if (!is_given && (w.work >= budget || ends(*w.sets, w.set))) return FOLLOWED;
+        if (const int how = find_waiting(w, w.set, waiting); how != FOLLOWED) return how;
+        if (!is_given) {
+            uint64_t alive[4] = {};
+            int number = 0;
+            for (const Config& one : waiting)
+                for (int byte = 0; byte < 256; byte++)
+                    if (w.walk->delta[256 * (int64_t)one.q + byte] >= 0 && !has(alive, byte)) {
+                        alive[byte >> 6] |= (uint64_t)1 << (byte & 63), number++;
+                        text[w.at] = byte;
+                    }
+            if (number != 1) return FOLLOWED;
+        }
+        const int32_t to = advance_set(w, waiting, text[w.at]);
+        for (int64_t i = 1; i < w.sets->sets.length(w.set); i++) w.work += 1 + w.sets->size_of(w.sets->sets.at(w.set)[i].stack);
+        w.set = to;
+    }
+    return FOLLOWED;
 }
 
 }  // namespace
