@@ -270,16 +270,20 @@ class Automaton:
         self._room = np.empty((MAX_STATES + 1, 256), np.int32)      # of the system, who gives what is written to
         self.delta = self._room[:65]                    # one row more than states: its last is what DEAD, as an index, meets
         self.delta[:-1], self.delta[-1] = UNKNOWN, DEAD
-        self._flags = np.zeros((2, 65), bool)           # accepts, expanded; of DEAD, too
-        self._flags[1, -1] = True
+        self._flags = np.zeros((3, 65), bool)           # accepts, expanded, goes on; of DEAD, too
+        self._flags[1, -1] = self._flags[2] = True
         self._ids: dict[frozenset[int], int] = {}
         self.expand(self.state(()))                     # state 0: nothing can follow, nor end here
         self.root = NodeSet(np.zeros(1, np.int32))
         self._at: dict[int, NodeSet] = {0: self.root}
         self._beside: dict[int, int] = {}
         self._bytes: dict[int, int] = {}
-        self.cuts: dict[int, int] = {}                  # two of grammar.py's
+        self.cuts: dict[int, int] = {}                  # five of grammar.py's
         self.firsts: dict[int, list[tuple[int, tuple[int, ...]]]] = {}
+        self.begun: dict[int, tuple[int, int]] = {}
+        self.loops: list[tuple[int, int, int]] = [(DEAD, 1, 0)]
+        self.loop_ids: dict[tuple[int, int, int], int] = {}
+        self.frames = None if vocab.walker is None else vocab.walker.frames()       # what C++ knows of these
         self.wide: dict[tuple[int, bool], bool] = {}    # of (state, counted) where rows have met much: whether it is all in its own template
         self.template_bytes, self._number = 0, itertools.count().__next__
 
@@ -290,6 +294,7 @@ class Automaton:
         if q is None:
             q = self._ids[members] = self._add(1)
             self.members[q], self.goes_on[q] = members, members != _ONLY_EMPTY
+            self._flags[2, q] = self.goes_on[q]
             self.accepts[q] = self._flags[0, q] = any([self.nodes.nullable[node] for node in members])
             tick()
         return q
@@ -303,7 +308,9 @@ class Automaton:
             more = min(max(ROWS, number), MAX_STATES - room)
             self.delta = self._room[: room + more + 1]
             self.delta[room:-1], self.delta[-1] = UNKNOWN, DEAD
-            self._flags = np.concatenate([self._flags[:, :room], np.zeros((2, more), bool), self._flags[:, room:]], 1)
+            fresh = np.zeros((3, more), bool)
+            fresh[2] = True
+            self._flags = np.concatenate([self._flags[:, :room], fresh, self._flags[:, room:]], 1)
         for column, value in ((self.members, _NO_MEMBERS), (self.accepts, False), (self.goes_on, True), (self.alive, 0)):
             column += [value] * number
         return q

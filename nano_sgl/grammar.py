@@ -23,8 +23,8 @@ The count. A bounded repeat of characters, `[^"]{0,4096}`, is one state and not 
 many characters were begun. A line of a value holds while min <= count <= max. One repeat of a state uses the number (REGISTER in its
 place); others write theirs into the state.
 
-Ambiguity. Readings multiply, so what others cover is left out: of x{0,7} and x{0,8} over equal stacks the first, of two places in one repeat the
-one that has come further, of two conditions the narrower. A row follows each position once, with one stack for all ways to come there.
+Ambiguity. Readings multiply, so what others cover is left out (readings.py): of x{0,7} and x{0,8} over equal stacks the first, of two places in one
+repeat the one that has come further, of two conditions the narrower. A row follows each position once, with one stack for all ways to come there.
 
 Invariants. Every state has a completion over the bytes that tokens have. States, rows, maps and values never change and only grow, in one set of
 Tables for all grammars of a vocabulary, so that a batch of different grammars is one gather. What has the same top and was pushed at the same time
@@ -47,22 +47,19 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from . import figures, json_schema, schema, structural_tag  # noqa: F401 (two of them register themselves)
+from . import figures, json_schema, readings, schema, structural_tag, tables  # noqa: F401 (two of them register themselves)
 from .automaton import UNKNOWN, Automaton, Template
-from .nodes import COMPARED, DONE, NEVER, Stacks
+from .nodes import DONE, NEVER
 from .normal_form import normalize
+from .readings import MAX_READINGS, REGISTER
 from .rows import RowBuilder
 from .rules import Byte, Cat, GrammarError, Ref, Repeat, Rules, tick, time_limit
-from .tables import ADD_SHIFT, COUNT_SHIFT, INDEX, INF, KEEP, MORE, Row, Tables, join_maps
+from .tables import ADD_SHIFT, COUNT_SHIFT, INDEX, KEEP, MORE, Row, Tables, join_maps
 from .vocab import Vocab
-from .waves import REGISTER, Places
+from .waves import Places
 
-MAX_READINGS = 1000             # configurations of one state
-MAX_GRAMMAR_STATES = 50_000
 MAX_STEPS = 20_000              # that a grammar remembers
-MAX_TABLE_BYTES = 256 << 20     # of a vocabulary's tables, templates not counted: then `Shared.full`
 MAX_FORCED = 1024               # bytes that `forced` looks ahead, and readings that it follows
-MAX_PLACES = 400_000            # in the rules, that a grammar's states and stacks hold: some 450 bytes each
 MAX_ROW_S = 3.0                 # of a row: who waits for one waits with all that share its tables
 MAX_BUILD_S, USUAL_ROW_S = 10.0, 0.005  # CPU seconds of all rows of a grammar, beside what rows usually take
 
@@ -78,7 +75,7 @@ class Shared:
     def full(self) -> bool:
         """Whether it is time to begin anew: `compile` does so for the next grammar; the old ones keep these."""
         automaton = self.automaton
-        return self.tables.nbytes > MAX_TABLE_BYTES // 2 or len(automaton.members) > 20_000 or len(automaton.nodes.keys) > 1_000_000
+        return self.tables.nbytes > tables.MAX_TABLE_BYTES // 2 or len(automaton.members) > 20_000 or len(automaton.nodes.keys) > 1_000_000
 
     def map_of(self, templates: list[Template]) -> tuple[int, list[tuple[int, ...]]]:
         """(map, for each of its classes the class in each template, 0: not in it)."""
@@ -119,33 +116,22 @@ class Grammar:
 
     def __init__(self, shared: Shared, rules: Rules, normal: tuple | None = None):
         self.vocab, self.tables, self.shared = shared.tables.vocab, shared.tables, shared
-        self._automaton, self._nodes, self._nullable = shared.automaton, shared.automaton.nodes, shared.automaton.nodes.nullable
+        self._automaton, self._nodes = shared.automaton, shared.automaton.nodes
         self._rules, start, *closing = normal or normalize(self._nodes, rules)
         if start == NEVER:
             why = "a rule that leads only to itself, ^ or $ with text around it, a class of no characters, half of a surrogate pair"
             raise GrammarError(f"the grammar matches nothing that the model's tokens can write ({why})", "grammar", rules.start)
         # Rule -> its node, cut into pieces; node -> what `_firsts` says. A rule's number is that of its text, so all grammars share them
         self._cut, self._first = shared.automaton.cuts, shared.automaton.firsts
-        self._began: dict[int, tuple[int, int]] = {}                # leaf -> (state of the automaton, loop) at its beginning
-        self._stacks = Stacks(self._nodes)
-        self._follow: dict[int, int] = {}
-        self._sets: list[tuple[bool, tuple]] = []                   # set -> (may end, configurations (q, stack, loop, count))
-        self._below_pieces, self._places, self._build_s = Places(self), 0, 0.0
-        self._set_ids: dict[tuple, int] = {}
-        self._loops: list[tuple[int, int, int]] = [(-1, 1, 0)]      # loop -> (state between items, low, high); 0 is none
-        self._loop_ids: dict[tuple, int] = {}
-        self._values: list[tuple] = [()]                            # value -> lines (min, max, set)
-        self._value_ids: dict[tuple, int] = {(): 0}
-        self._joined: dict[tuple[int, int], int] = {}
-        self._entries: dict[int, int] = {0: 0}                      # value -> index of its first line in the tables
-        self._state_ids: dict[tuple, int] = {}
-        self._configs: dict[int, tuple] = {}                        # state -> its configurations
+        self._began, self._loop_ids = shared.automaton.begun, shared.automaton.loop_ids     # leaf -> (state at its beginning, loop); loops
+        self.readings = readings.make(shared.automaton, self.tables, shared.lock, self._begins)
+        self.places_below, self._build_s = Places(self.readings), 0.0
         self._masks: dict[int, np.ndarray] = {}
         self._steps: dict[tuple[int, int], int | None] = {}         # (state, token) -> state, of those that were asked for
-        done = self._stacks.of(frozenset((DONE,)))
+        done = self.readings.stack(frozenset((DONE,)))
         # Of a model that thinks first: what it must write once it has thought enough, and the frame that lies lowest as long as it thinks
         self.closing = Grammar(shared, Rules(rules.rules, rules.closing), (self._rules, *closing)) if closing else None
-        self.start = self._pack(self._closure(self._stacks.push(self._nodes.cut(start), done)))
+        self.start = self._pack(self.readings.closure(self.readings.push(self._nodes.cut(start), done)))
         self._lowest: dict[int, frozenset] = {done: frozenset((DONE,))}
         self._thought = self._lowest_frames(self.start & INDEX) if self.closing else frozenset()
 
@@ -154,11 +140,11 @@ class Grammar:
     @property
     def places(self) -> int:
         """What it holds of memory beside its tables: some 450 bytes each."""
-        return self._places + self._stacks.places + (self.closing.places if self.closing else 0)
+        return self.readings.places + (self.closing.places if self.closing else 0)
 
     def has(self, state: int) -> bool:
         """Whether it is one of its own states; `closing` has others."""
-        return state & INDEX in self._configs
+        return self.readings.has(state & INDEX)
 
     @staticmethod
     def split(state: int) -> tuple[int, int]:
@@ -188,9 +174,11 @@ class Grammar:
 
     def thinks(self, state: int) -> bool:
         """Whether a model that thinks first still does, and between two characters could close that: with what `closing` begins with."""
-        if self.closing is None or self._lowest_frames(state & INDEX) != self._thought:
+        if self.closing is None:
             return False
         with self.shared.lock:
+            if self._lowest_frames(state & INDEX) != self._thought:
+                return False
             return bool(self._alive(self._unpack(state)) & self.closing._alive(self.closing._unpack(self.closing.start)))
 
     def mask(self, state: int) -> np.ndarray:
@@ -223,12 +211,12 @@ class Grammar:
         row, count = self.row(state), state >> COUNT_SHIFT
         if not 0 <= token < self.vocab.size:
             return None
-        at = int(np.searchsorted(row.over_tokens, token))
+        at = row.over_tokens.searchsorted(token)
         if at < len(row.over_tokens) and row.over_tokens[at] == token:
             value = int(row.over_values[at])
         else:
             value = int(row.vec[self.tables.maps[row.map][token]])
-        lines = self.tables.lines.array
+        lines = self.tables.lines.whole
         while True:
             low, high, to, op = lines[value].tolist()
             if low <= count <= high:
@@ -245,8 +233,11 @@ class Grammar:
         """(the bytes that must follow, up to a choice or a possible end, state after them); at most MAX_FORCED."""
         with self.shared.lock:
             now, text, readings = self._unpack(state), bytearray(), 0
+            if self.readings.native:
+                found, now = self.readings.along(now, None, MAX_FORCED, 4 * MAX_FORCED)
+                return found, self._pack(now) if found else state
             while len(text) < MAX_FORCED and readings < 4 * MAX_FORCED and not self._may_end(now):
-                readings += sum(len(self._automaton.members[q]) + len(self._stacks.frames[stack]) for q, stack, _, _ in self._sets[now][1])
+                readings += sum(len(self._automaton.members[q]) + len(self.readings.frames(stack)) for q, stack, _, _ in self.readings.at(now)[1])
                 mask = self._alive(now)
                 if mask.bit_count() != 1:
                     break
@@ -258,6 +249,9 @@ class Grammar:
         """The state after some bytes, None if no completion begins so."""
         with self.shared.lock:
             now = self._unpack(state)
+            if self.readings.native:
+                _, now = self.readings.along(now, bytes(text), len(text), 0)
+                return None if now < 0 else self._pack(now)
             for byte in text:
                 now = self._advance(now, byte)
                 if now is None:
@@ -282,18 +276,18 @@ class Grammar:
 
     def _lowest_frames(self, index: int) -> frozenset:
         """What comes last before the end, in the readings of a state; DONE, where they are at their last."""
-        lowest, stacks = self._lowest, {config[1] for config in self._configs[index]}
+        lowest, stacks = self._lowest, {config[1] for config in self.readings.configs(index)}
         work = list(stacks)
         while work:
             stack = work[-1]
-            needs = [below for frame in self._stacks.frames[stack] if frame != DONE and (below := frame[1]) not in lowest]
+            needs = [below for frame in self.readings.frames(stack) if frame != DONE and (below := frame[1]) not in lowest]
             if needs:
                 work += needs
             else:
                 work.pop()
-                found = (frozenset((frame[0],)) if lowest[frame[1]] == {DONE} else lowest[frame[1]] for frame in self._stacks.frames[stack]
+                found = (frozenset((frame[0],)) if lowest[frame[1]] == {DONE} else lowest[frame[1]] for frame in self.readings.frames(stack)
                          if frame != DONE)
-                lowest.setdefault(stack, frozenset().union(*found, {DONE} if DONE in self._stacks.frames[stack] else ()))
+                lowest.setdefault(stack, frozenset().union(*found, {DONE} if DONE in self.readings.frames(stack) else ()))
         return frozenset().union(*map(lowest.__getitem__, stacks))
 
     def _firsts(self, node: int) -> list[tuple[int, tuple[int, ...]]]:
@@ -340,39 +334,9 @@ class Grammar:
             raise GrammarError(f"the grammar is too ambiguous: more than {MAX_READINGS} ways to begin", "grammar")
         return list(found)
 
-    def _closure(self, stack: int) -> int:
-        """The set of what may come when everything above the stack has ended."""
-        found = self._follow.get(stack)
-        if found is not None:
-            return found
-        frames, configs, may_end = self._stacks.frames[stack], [], False
-        if len(frames) == 1 and not self._nullable[(top := next(iter(frames)))[0]] and top != DONE:
-            below = dict(frames)                    # as most are
-        else:
-            below, may_end = self._below(frames)
-        for frame, base in below.items():
-            for leaf, pushes in self._first.get(frame) or self._firsts(frame):
-                top = base
-                for pushed in pushes:
-                    top = self._stacks.push(pushed, top)
-                q, loop = self._began.get(leaf) or self._begin(leaf)
-                configs.append((q, top, loop, 0))
-        self._follow[stack] = found = self._set(may_end, configs)
-        return found
-
-    def _below(self, frames: frozenset) -> tuple[dict[int, int], bool]:
-        """(frame -> what lies below it, for all frames that may come next; whether the end may)."""
-        seen, work = set(), set(frames)
-        below: dict[int, set] = {}                  # one stack for all ways to come here, or they would multiply
-        while work:
-            item = work.pop()
-            seen.add(item)
-            if item != DONE:
-                frame, rest = item
-                below.setdefault(frame, set()).update(self._stacks.frames[rest])
-                if self._nullable[frame]:
-                    work |= self._stacks.frames[rest] - seen
-        return {frame: self._stacks.of(frozenset(rest)) for frame, rest in below.items()}, DONE in seen
+    def _begins(self, frame: int) -> list[tuple[int, int, tuple[int, ...]]]:
+        """The same of a frame, with (state of the automaton, loop) for each leaf."""
+        return [(*(self._began.get(leaf) or self._begin(leaf)), pushes) for leaf, pushes in self._first.get(frame) or self._firsts(frame)]
 
     def _begin(self, leaf: int) -> tuple[int, int]:
         kind, node, *bounds = self._nodes.keys[leaf]
@@ -381,123 +345,37 @@ class Grammar:
         else:
             key = self._automaton.state((self._nodes.rep(node, 0, None),)), *bounds
             if key not in self._loop_ids:
-                self._loop_ids[key] = len(self._loops)
-                self._loops.append(key)
+                self._loop_ids[key] = len(self._automaton.loops)
+                self._automaton.loops.append(key)
             found = key[0], self._loop_ids[key]
         self._began[leaf] = found
         return found
 
-    # ---- sets of configurations
-
-    def _set(self, may_end: bool, configs: Sequence[tuple]) -> int:
-        if len(configs) == 1:
-            return self._interned(may_end, tuple(configs))
-        if not any([config[2] for config in configs]) and len({config[0] for config in configs}) == len(configs):
-            return self._interned(may_end, sorted(configs))
-        stacks: dict[tuple[int, int, int], dict[int, None]] = {}
-        for q, stack, loop, count in configs:
-            stacks.setdefault((q, loop, count), {})[stack] = None
-        merged = {key: next(iter(some)) if len(some) == 1 else self._stacks.of(frozenset().union(*map(self._stacks.frames.__getitem__, some)))
-                  for key, some in stacks.items()}
-        if len(merged) > 1 and any(key[1] for key in merged):
-            merged = self._uncovered(merged)
-        return self._interned(may_end, sorted([(q, stack, loop, count) for (q, loop, count), stack in merged.items()]))
-
-    def _interned(self, may_end: bool, configs: Sequence[tuple]) -> int:
-        """A set of configurations, in order, of which none says what others do."""
-        key = may_end, *configs
-        found = self._set_ids.get(key)
-        if found is None:
-            if len(configs) > MAX_READINGS:
-                raise GrammarError(f"the grammar is too ambiguous: more than {MAX_READINGS} readings of a text", "grammar")
-            found = self._set_ids[key] = len(self._sets)
-            self._sets.append((may_end, key[1:]))
-            self._places += len(configs) + 1
-            if self._places + self._stacks.places > MAX_PLACES:
-                self._check_size()
-            tick()
-        return found
-
-    def _uncovered(self, merged: dict[tuple[int, int, int], int]) -> dict[tuple[int, int, int], int]:
-        """Without the places in a repeat that have come further than others, which may go on in the same ways and longer."""
-        enough: dict[tuple[int, int], list[int]] = {}               # stacks of those that need no more turns
-        kept = {}
-        for (q, loop, count), stack in sorted(merged.items()):
-            if loop and count >= 0:
-                before = enough.setdefault((q, loop), [])
-                if any(self._stacks.covers(other, stack) for other in before):
-                    continue
-                if count >= self._loops[loop][1] and len(before) < COMPARED:
-                    before.append(stack)
-            kept[q, loop, count] = stack
-        return kept
-
-    def _union(self, a: int, b: int) -> int:
-        if a == b:
-            return a
-        (end_a, configs_a), (end_b, configs_b) = self._sets[a], self._sets[b]
-        return self._set(end_a or end_b, configs_a + configs_b)
-
-    def _between(self, q: int, loop: int, count: int) -> bool:
-        """Whether a counted repeat may end here, by a count that is known."""
-        between, low, _ = self._loops[loop]
-        return q == between and count >= low
+    # ---- byte by byte
 
     def _pack(self, which: int) -> int:
         """The state of a set whose counts are all known."""
-        index, _, add = self._state(which)
+        index, _, add = self.readings.state(which)
         return index | add << COUNT_SHIFT
-
-    def _state(self, which: int) -> tuple[int, bool, int]:
-        """(index of the state, whether the count is kept, what is added to it, or to 0) for a set."""
-        may_end, configs = self._sets[which]
-        keep, add, accept_from = False, 0, 0 if may_end else INF
-        if len(configs) > 1 or configs and configs[0][2]:
-            configs, keep, add, accept_from = self._with_register(may_end, configs)
-        key = accept_from, configs
-        index = self._state_ids.get(key)
-        if index is None:
-            self._check_states(1)
-            index = self._state_ids[key] = self.tables.add_states(1, accept_from)
-            self._configs[index] = configs
-        return index, keep, add
-
-    def _with_register(self, may_end: bool, configs: tuple) -> tuple[tuple, bool, int, int]:
-        """(configurations, of which one has REGISTER in place of its count; whether that count is kept, what is added; from which one it accepts)."""
-        counted = [config for config in configs if config[2]]
-        if not counted:
-            return configs, False, 0, 0 if may_end else INF
-        chosen = min(counted, key=lambda c: (c[3] >= 0, -self._loops[c[2]][2], c))
-        rest = [config for config in configs if config != chosen]
-        accept_from = 0 if may_end or any(self._ends_after(c) for c in rest if self._between(c[0], c[2], c[3])) else INF
-        between, low, _ = self._loops[chosen[2]]
-        if accept_from and chosen[0] == between and self._ends_after(chosen):
-            accept_from = low
-        rest.append((*chosen[:3], REGISTER))
-        return tuple(sorted(rest)), chosen[3] < 0, -1 - chosen[3] if chosen[3] < 0 else chosen[3], accept_from
-
-    def _ends_after(self, config: tuple) -> bool:
-        return self._sets[self._closure(config[1])][0]
 
     def _unpack(self, state: int) -> int:
         """A state as a set whose counts are all known."""
         index, count = self.split(state)
         may_end = int(self.tables.states.array[index, 4]) == 0
-        return self._set(may_end, [(*c[:3], count if c[3] == REGISTER else c[3]) for c in self._configs[index]])
-
-    # ---- byte by byte
+        return self.readings.set(may_end, [(*c[:3], count if c[3] == REGISTER else c[3]) for c in self.readings.configs(index)])
 
     def _waiting(self, which: int) -> list[tuple[int, int, int, int]]:
         """The configurations that may read a byte, those behind a counted repeat that may end here included."""
-        configs = list(self._sets[which][1])
-        for q, stack, loop, count in self._sets[which][1]:
-            if self._between(q, loop, count):
-                configs += self._sets[self._closure(stack)][1]
-        return [c for c in configs if not (c[0] == self._loops[c[2]][0] and c[3] >= self._loops[c[2]][2])]
+        readings, configs = self.readings, self.readings.at(which)[1]
+        waiting = list(configs)
+        for q, stack, loop, count in configs:
+            if loop and readings.between(q, loop, count):
+                waiting += readings.at(readings.closure(stack))[1]
+        return [c for c in waiting if not c[2] or not (c[0] == readings.loops[c[2]][0] and c[3] >= readings.loops[c[2]][2])]
 
     def _may_end(self, which: int) -> bool:
-        may_end, configs = self._sets[which]
-        return may_end or any(self._between(q, loop, count) and self._ends_after((q, stack)) for q, stack, loop, count in configs)
+        readings, (may_end, configs) = self.readings, self.readings.at(which)
+        return may_end or any(readings.between(q, loop, count) and readings.at(readings.closure(stack))[0] for q, stack, loop, count in configs)
 
     def _alive(self, which: int) -> int:
         mask = 0
@@ -513,130 +391,14 @@ class Grammar:
             if to is None:
                 continue
             if loop:
-                configs.append((to, stack, loop, count + (q == self._loops[loop][0])))
+                configs.append((to, stack, loop, count + (q == self.readings.loops[loop][0])))
                 continue
             if self._automaton.goes_on[to]:
                 configs.append((to, stack, 0, 0))
             if self._automaton.accepts[to]:
-                end, more = self._sets[self._closure(stack)]
+                end, more = self.readings.at(self.readings.closure(stack))
                 may_end, configs = may_end or end, configs + list(more)
-        return self._set(may_end, configs) if configs or may_end else None
-
-    # ---- values
-
-    def _value(self, lines: tuple) -> int:
-        found = self._value_ids.get(lines)
-        if found is None:
-            found = self._value_ids[lines] = len(self._values)
-            self._values.append(lines)
-        return found
-
-    def _join(self, a: int, b: int) -> int:
-        """Both at once: where both hold, the union of their sets."""
-        if a == b or not a or not b:
-            return a or b
-        key = (a, b) if a < b else (b, a)
-        found = self._joined.get(key)
-        if found is None:
-            both = self._values[a] + self._values[b]
-            if len(both) == 2 and both[0][:2] == both[1][:2]:       # as most are
-                found = self._joined[key] = self._value(((*both[0][:2], self._union(both[0][2], both[1][2])),))
-                return found
-            cuts = sorted({low for low, _, _ in both} | {high + 1 for _, high, _ in both})
-            lines: list[tuple[int, int, int]] = []
-            for low, above in zip(cuts, cuts[1:]):
-                sets = [which for least, most, which in both if least <= low and above - 1 <= most]
-                if sets:
-                    which = sets[0] if len(sets) == 1 else self._union(*sets)
-                    if lines and lines[-1][1:] == (low - 1, which):
-                        low = lines.pop()[0]
-                    lines.append((low, above - 1, which))
-            found = self._joined[key] = self._value(tuple(lines))
-        return found
-
-    def _join_all(self, values: Iterable[int]) -> int:
-        """The same of many. Those that always hold at once: what they come to two by two would be kept, too."""
-        left = sorted(set(values) - {0})
-        if len(left) > 2 and all(len(self._values[value]) == 1 and self._values[value][0][:2] == (0, INF) for value in left):
-            sets = [self._sets[self._values[value][0][2]] for value in left]
-            which = self._set(any(may_end for may_end, _ in sets), [config for _, configs in sets for config in configs])
-            return self._value(((0, INF, which),))
-        while len(left) > 1:
-            left = [self._join(*left[i : i + 2]) if i + 1 < len(left) else left[i] for i in range(0, len(left), 2)]
-        return left[0] if left else 0
-
-    def _take(self, readings: list[tuple[int, int]]) -> None:
-        """The next lines of the tables: of each (state of the automaton, stack) one that always leads to this reading alone."""
-        self._check_states(len(readings))
-        tables, ids, states, new = self.tables, self._state_ids, [], self.tables.states.size
-        for q, stack in readings:
-            configs = (q, stack, 0, 0),
-            key = INF, configs
-            state = ids.get(key)
-            if state is None:
-                state = ids[key] = new
-                self._configs[new] = configs
-                new += 1
-            states.append(state)
-        tables.add_states(new - tables.states.size, INF)
-        tables.lines.more(len(states), 2, states)
-        self._places += 2 * len(states)
-        self._check_size()
-
-    def _values_of(self, readings: list[tuple[int, int]]) -> list[int]:
-        """Of each (state of the automaton, stack) the value that always leads to this reading alone. Rows of new text are made of these."""
-        self._check_states(len(readings))
-        tables, found, always = self.tables, [], (0, INF)
-        state = start = tables.states.size
-        line = tables.lines.size
-        for q, stack in readings:
-            config = q, stack, 0, 0
-            which = self._set_ids.get((False, config))
-            if which is not None:
-                found.append(self._value(((*always, which),)))
-                continue
-            which = self._set_ids[False, config] = len(self._sets)
-            self._sets.append((False, (config,)))
-            found.append(len(self._values))
-            self._value_ids[((*always, which),)] = found[-1]
-            self._values.append(((*always, which),))
-            self._state_ids[INF, (config,)], self._configs[state], self._entries[found[-1]] = state, (config,), line
-            state, line = state + 1, line + 1
-        if state > start:
-            lines = np.zeros((state - start, 4), np.int32)
-            lines[:, 1], lines[:, 2] = INF, np.arange(start, state)
-            tables.add_states(state - start, INF)
-            tables.lines.append(lines)
-            self._places += 2 * (state - start)
-            self._check_size()
-        return found
-
-    def _check_states(self, more: int) -> None:
-        if len(self._state_ids) + more > MAX_GRAMMAR_STATES:
-            raise GrammarError(f"the grammar needs more than {MAX_GRAMMAR_STATES} states", "grammar")
-
-    def _check_size(self) -> None:
-        if self._places + self._stacks.places > MAX_PLACES or self.closing and self.places > MAX_PLACES:
-            raise GrammarError(f"the grammar is too ambiguous: its states hold more than {MAX_PLACES} places in its rules", "grammar")
-        if self.tables.nbytes > MAX_TABLE_BYTES:
-            raise GrammarError(f"the grammars need more than {MAX_TABLE_BYTES >> 20} MiB", "grammar")
-        tick()
-
-    def _entries_of(self, values: list[int]) -> list[int]:
-        """Values in the tables: the index of the first line of each. Makes the states that they lead to."""
-        known, fresh, lines = self._entries, {}, []
-        for value in values:
-            if value not in known and value not in fresh:
-                fresh[value] = self.tables.lines.size + len(lines)
-                for low, high, which in self._values[value]:
-                    index, keep, add = self._state(which)
-                    lines.append((low, high, index, add << ADD_SHIFT | KEEP * keep | MORE))
-                lines[-1] = (*lines[-1][:3], lines[-1][3] & ~MORE)
-        if lines:
-            self._check_size()
-            self.tables.lines.append(np.array(lines, np.int32))
-            known.update(fresh)
-        return [known[value] for value in values]
+        return self.readings.set(may_end, configs) if configs or may_end else None
 
 
 def _demo() -> None:
@@ -653,7 +415,7 @@ def _demo() -> None:
         allowed = [t for t in range(vocab.size) if mask[t // 32] >> t % 32 & 1]
         names = " ".join((vocab.tokens[t] or b"<end>").decode() for t in allowed)
         forced, _ = grammar.forced(state)
-        print(f"{text.decode():8s} state {state}: {len(grammar._configs[state])} readings, {names:22s} mask {mask[0]:#06x} "
+        print(f"{text.decode():8s} state {state}: {len(grammar.readings.configs(state))} readings, {names:22s} mask {mask[0]:#06x} "
               f"forced {forced.decode()!r}")
         if token == 9:
             break
@@ -684,7 +446,7 @@ def _main(argv: Sequence[str] | None = None) -> None:
     machine = figures.explore(made.start, following, lambda state, byte: made.step_bytes(state, bytes([byte])), made.is_accepting,
                               lambda state: state & INDEX, limit=50 * args.states)
     print(f"{kind} {args.text}\n\n{figures.draw(machine, vocab.tokens, name, args.states)}")
-    if any(config[3] == REGISTER for index in machine.edges for config in made._configs[index]):
+    if any(config[3] == REGISTER for index in machine.edges for config in made.readings.configs(index)):
         print("\nA state that counts the characters of a bounded repeat is drawn as one: its edges, and its end, hold for some counts only.")
 
 

@@ -99,7 +99,7 @@ def build_chain(grammar: Grammar, state: int, pause: Callable[[], bool] = lambda
     """Find the chain of a state, build the rows of its states and publish it; once. None where it was to pause: then it has not, and goes on where
     it was when it is called again. Raises GrammarError where a row cannot be built."""
     index, tables = state & INDEX, grammar.tables
-    if index in tables.chain_of or any(config[3] == REGISTER for config in grammar._configs[index]):
+    if index in tables.chain_of or any(config[3] == REGISTER for config in grammar.readings.configs(index)):
         return []
     with time_limit(time.monotonic() + MAX_ROW_S):
         text, behind = grammar.forced(index)

@@ -13,6 +13,7 @@
 //     cpu/lookup.h     what followed the last tokens of a text before
 //     cpu/mask.h       what a grammar lets come next
 //     cpu/trie.h       the states of an automaton, followed down the tree of a vocabulary
+//     cpu/sets.h       what may come next in a grammar, beyond a state's piece
 //     cpu/row.h        and the readings of a grammar, for the few tokens that leave a state's piece
 //     here             plain C functions on raw pointers, called from Python through ctypes (native.py), which releases the lock. They check nothing.
 //
@@ -138,24 +139,80 @@ int nano_trie_walk(Walk* w) { return walk(*w); }
 // What may be read from the root on, in a state; or where that differs from what may be beside it
 void nano_row_begin(RowWalk* w, int state, int place, int x, int beside) { go_down(*w, 0, state, place, 0, x, beside); }
 
-// What comes behind a place that ends at some nodes
-void nano_row_exits(RowWalk* w, int place, int x, const uint64_t* members, const int32_t* ranks, const int16_t* begun, const int32_t* nodes,
-                    const int32_t* counts, int64_t n, int64_t more) {
-    end_at(*w, place, {members, ranks, begun, nodes, counts, n, more}, x);
+// What comes behind a place that ends at some nodes; EXPAND_STATE, or why it stopped: then nothing was done
+int64_t nano_row_exits(RowWalk* w, int place, int x, const uint64_t* members, const int32_t* ranks, const int16_t* begun, const int32_t* nodes,
+                       const int32_t* counts, int64_t n, int64_t more) {
+    return guarded(*w->sets, [&] {
+        if (w->sets->endings[place].after < 0 && (w->unknown = w->sets->end(place, w->walk->expanded)) != FOREVER) return (int)EXPAND_STATE;
+        end_at(*w, place, {members, ranks, begun, nodes, counts, n, more}, x);
+        return (int)FOLLOWED;
+    });
 }
 
 // As far as it goes; last: then what was found, and its values, unless something was left out
-int nano_row_follow(RowWalk* w, int last) {
-    int how = follow_readings(*w);
-    if (how == FOLLOWED && last) how = gather(*w);
-    return how != FOLLOWED || !last ? how : w->num_left ? LEFT_OUT : settle(*w);
+int64_t nano_row_follow(RowWalk* w, int last) {
+    return guarded(*w->sets, [&] {
+        int how = follow_readings(*w);
+        if (how == FOLLOWED && last) how = gather(*w);
+        return how != FOLLOWED || !last ? how : w->num_left ? (int)LEFT_OUT : settle(*w);
+    });
 }
 
-int nano_row_settle(RowWalk* w) { return settle(*w); }
-int nano_row_values(RowWalk* w) { return write_values(*w); }
-void nano_row_known(RowWalk* w, const void* before, int64_t size) { move_known(*w, (const Known*)before, size); }
+int64_t nano_row_narrow(RowWalk* w, int state) { return guarded(*w->sets, [&] { return read_narrow(*w, state); }); }
+int64_t nano_row_along(RowWalk* w, uint8_t* text, int is_given, int64_t size, int64_t budget) {
+    return guarded(*w->sets, [&] { return go_along(*w, text, is_given, size, budget); });
+}
+int64_t nano_row_settle(RowWalk* w) { return guarded(*w->sets, [&] { return settle(*w); }); }
+
+// The lines, or the values, of leaves
+int64_t nano_row_lines(RowWalk* w, const Leaf* leaves, int64_t n, int32_t* out) {
+    return guarded(*w->sets, [&] { for (int64_t i = 0; i < n; i++) out[i] = line_of(*w, leaves[i]); return 0; });
+}
+int64_t nano_row_values(RowWalk* w, const Leaf* leaves, int64_t n, int32_t* out) {
+    return guarded(*w->sets, [&] { for (int64_t i = 0; i < n; i++) out[i] = value_of(*w, leaves[i]); return 0; });
+}
 
 void nano_row_forget(RowWalk* w) { forget(*w); }
+
+void* nano_frames_new() { return new Frames; }
+void nano_frames_free(Frames* frames) { delete frames; }
+void nano_frames_loop(Frames* frames, int between, int low, int high) { frames->loops.push_back({between, low, high}); }
+void nano_frames_tell(Frames* frames, int frame, int item, int64_t low, int64_t high, int nullable) {
+    frames->tell(frame, item, low, high, nullable);
+}
+void nano_frames_firsts(Frames* frames, int frame, const int32_t* flat, int64_t n) { frames->tell_firsts(frame, flat, n); }
+
+void* nano_sets_new(Frames* frames, const int64_t* bounds) { return static_cast<SetsHead*>(new RowSets(*frames, bounds)); }
+void nano_sets_free(SetsHead* sets) { delete static_cast<RowSets*>(sets); }
+
+int64_t nano_sets_stack(RowSets* sets, const Held* frames, int64_t n) {
+    std::vector<Held> some(frames, frames + n);
+    return guarded(*sets, [&] { return sets->of(some); });
+}
+int64_t nano_sets_covers(RowSets* sets, int one, int other) { return guarded(*sets, [&] { return sets->covers(one, other); }); }
+int64_t nano_sets_closure(RowSets* sets, int stack) { return guarded(*sets, [&] { return sets->closure(stack); }); }
+int64_t nano_sets_set(RowSets* sets, int ends, const Config* configs, int64_t n) {
+    std::vector<Config> some(configs, configs + n);
+    return guarded(*sets, [&] { return sets->set(ends, some); });
+}
+int64_t nano_sets_value(RowSets* sets, const Line* lines, int64_t n) { return guarded(*sets, [&] { return sets->value(lines, n); }); }
+int64_t nano_sets_join(RowSets* sets, const int32_t* a, const int32_t* b, int64_t n, int32_t* out) {
+    return guarded(*sets, [&] { for (int64_t i = 0; i < n; i++) out[i] = sets->join(a[i], b[i]); return 0; });
+}
+int64_t nano_sets_lines(RowSets* sets, const int32_t* values, int64_t n, int32_t* out) {
+    return guarded(*sets, [&] { for (int64_t i = 0; i < n; i++) out[i] = sets->entry(values[i]); return 0; });
+}
+int64_t nano_sets_state(RowSets* sets, int set) { return guarded(*sets, [&] { return sets->state(set); }); }
+int64_t nano_sets_place(RowSets* sets, int stack, int loop, int count) { return guarded(*sets, [&] { return sets->place({stack, loop, count}); }); }
+
+// The frames of a stack, a set, and the configurations of a state, all as numbers: how many there are, in `found`; -1: of a state that is not its own
+int64_t nano_sets_of_stack(RowSets* sets, int stack) { return sets->found = sets->frames_of(stack), 2 * sets->size_of(stack); }
+int64_t nano_sets_of_set(RowSets* sets, int set) { return sets->found = sets->sets.at(set), 4 * sets->sets.length(set); }
+int64_t nano_sets_of_state(RowSets* sets, int state) {
+    const auto key = sets->key_of_state.find(state);
+    if (key == sets->key_of_state.end()) return -1;
+    return sets->found = sets->keys.at(key->second), 4 * sets->keys.length(key->second);
+}
 
 int64_t nano_join_maps(const int16_t* a, const int16_t* b, int64_t size, int64_t classes_a, int64_t classes_b, int16_t* out, int32_t* sizes,
                        int64_t* keys) {

@@ -88,8 +88,8 @@ class Walk(ctypes.Structure):
 
     _fields_ = [*((name, _P) for name in ("parent", "child0", "kids", "first", "end", "own", "order", "node_of", "by_byte", "byte_starts", "byte",
                                           "inner", "spots", "pre", "above", "begun", "letters", "letters_of", "tally", "whole", "partial", "mute",
-                                          "delta", "accepts", "expanded", "starts", "marks", "members", "items", "head", "sources", "loops", "met",
-                                          "path", "exits", "ranks", "counts", "classes", "columns", "sizes", "keys")),
+                                          "delta", "accepts", "expanded", "goes_on", "starts", "marks", "members", "items", "head", "sources",
+                                          "loops", "met", "path", "exits", "ranks", "counts", "classes", "columns", "sizes", "keys")),
                 *((name, _I) for name in ("nodes", "num_tokens", "num_text", "num_partial", "num_mute", "room", "num_starts", "phase", "at", "step",
                                           "size", "num_records", "num_met", "repeated", "dropped", "num_unknown", "num_found", "num_classes",
                                           "num_exits", "most", "even", "more")),
@@ -99,10 +99,19 @@ class Walk(ctypes.Structure):
 class RowWalk(ctypes.Structure):
     """Readings that are followed from piece to piece, for rows.py; see cpu/row.h."""
 
-    _fields_ = [*((name, _P) for name in ("walk", "places", "firsts", "map", "readings", "head", "differs", "different", "left", "tokens",
-                                          "groups", "pairs", "leaves", "vec", "known", "values", "lines", "fresh", "asked")),
+    _fields_ = [*((name, _P) for name in ("walk", "sets", "map", "readings", "head", "differs", "different", "left", "tokens", "groups", "pairs",
+                                          "leaves", "vec", "class_leaves", "class_values", "values")),
                 *((name, _I) for name in ("room", "at", "size", "work", "full", "num_different", "num_left", "leaves_out", "num_tokens", "num_pairs",
-                                          "num_leaves", "unknown", "known_size", "num_known", "first_line", "num_fresh", "num_asked", "num_joined"))]
+                                          "num_leaves", "unknown", "low", "high", "seed", "narrow", "most", "set")), ("far", ctypes.c_uint64 * 4)]
+
+
+class SetsHead(ctypes.Structure):
+    """What is seen of a grammar's sets, for readings.py; see cpu/sets.h."""
+
+    _fields_ = [*((name, _P) for name in ("found", "new_states", "new_lines")),
+                *((name, _I) for name in ("num_new_states", "num_new_lines", "next_state", "next_line", "places", "missing", "keep", "add",
+                                          "written")),
+                ("deadline", ctypes.c_double), *((name, _I) for name in ("max_frames", "max_readings", "max_states", "max_places", "compared"))]
 
 
 FUNCTIONS = {
@@ -122,16 +131,34 @@ FUNCTIONS = {
     "nano_trie_walk": [ctypes.POINTER(Walk)],
     "nano_join_maps": [_P] * 2 + [_I] * 3 + [_P] * 3,
     "nano_row_begin": [ctypes.POINTER(RowWalk)] + [_C] * 4,
+    "nano_row_along": [ctypes.POINTER(RowWalk), _P, _C, _I, _I],
     "nano_row_exits": [ctypes.POINTER(RowWalk), _C, _C, *[_P] * 5, _I, _I],
-    "nano_row_follow": [ctypes.POINTER(RowWalk), _C],
-    **dict.fromkeys(("nano_row_settle", "nano_row_values", "nano_row_forget"), [ctypes.POINTER(RowWalk)]),
-    "nano_row_known": [ctypes.POINTER(RowWalk), _P, _I],
+    **dict.fromkeys(("nano_row_follow", "nano_row_narrow"), [ctypes.POINTER(RowWalk), _C]),
+    **dict.fromkeys(("nano_row_settle", "nano_row_forget"), [ctypes.POINTER(RowWalk)]),
+    **dict.fromkeys(("nano_row_lines", "nano_row_values"), [ctypes.POINTER(RowWalk), _P, _I, _P]),
+    "nano_frames_new": [],
+    "nano_frames_loop": [_P] + [_C] * 3,
+    "nano_frames_tell": [_P, _C, _C, _I, _I, _C],
+    "nano_frames_firsts": [_P, _C, _P, _I],
+    "nano_sets_new": [_P] * 2,
+    **dict.fromkeys(("nano_frames_free", "nano_sets_free"), [_P]),
+    **dict.fromkeys(("nano_sets_stack", "nano_sets_value"), [_P, _P, _I]),
+    "nano_sets_covers": [_P, _C, _C],
+    "nano_sets_set": [_P, _C, _P, _I],
+    "nano_sets_join": [_P, _P, _P, _I, _P],
+    "nano_sets_lines": [_P, _P, _I, _P],
+    "nano_sets_place": [_P, _C, _C, _C],
+    **dict.fromkeys(("nano_sets_closure", "nano_sets_state", "nano_sets_of_stack", "nano_sets_of_set", "nano_sets_of_state"), [_P, _C]),
     "nano_mask": [ctypes.POINTER(Grammars), _P, _I, _P, _P, _I, _C],
     "nano_silu_mul": [_P] * 2 + [_I] * 3 + [_C, _C],
 }
 
 
-COUNTING = ("nano_look_up", "nano_trie_walk", "nano_join_maps", "nano_row_follow", "nano_row_settle", "nano_row_values")     # what returns a number
+# What returns a number, or an address
+COUNTING = {"nano_look_up", "nano_trie_walk", "nano_join_maps", "nano_row_exits", "nano_row_follow", "nano_row_narrow", "nano_row_settle",
+            "nano_row_lines", "nano_row_values", "nano_row_along",
+            *(name for name in FUNCTIONS if name.startswith("nano_sets_") and name not in ("nano_sets_new", "nano_sets_free"))}
+ADDRESSES = ("nano_frames_new", "nano_sets_new")
 
 
 class BuildError(RuntimeError):
@@ -207,7 +234,7 @@ def _load(file: Path) -> ctypes.CDLL:
     loaded = ctypes.CDLL(str(file), mode=os.RTLD_NOW)
     for name, types in FUNCTIONS.items():
         getattr(loaded, name).argtypes = types
-        getattr(loaded, name).restype = _I if name in COUNTING else None
+        getattr(loaded, name).restype = _I if name in COUNTING else _P if name in ADDRESSES else None
     loaded.nano_setup.restype = ctypes.c_int
     can = loaded.nano_setup()
     loaded.features = tuple(name for bit, name in enumerate(("bf16 dot products", "AMX")) if can >> bit & 1)
@@ -244,7 +271,7 @@ class TrieWalker:
     """automaton.py's and rows.py's walks of a vocabulary, by C++. One walk at a time: whoever begins one holds `lock` until it has the result."""
 
     BEGIN, SPREAD, EXPAND, NO_ROOM, TOO_MANY = 0, 3, 1, 2, 3        # as in cpu/trie.h
-    FOLLOWED, END_PLACE, TOO_LONG, LEFT_OUT, ASK_LINES, MORE_KNOWN = 0, 2, 3, 4, 5, 6      # as in cpu/row.h
+    EXPAND_STATE, TOO_LONG, LEFT_OUT = 1, 2, 3                      # as in cpu/row.h
     READINGS, NARROW = 1 << 18, 1 << 12         # readings of a row, and from the root
     SPARE = 48                                  # maps for which there is memory from the beginning
 
@@ -276,11 +303,12 @@ class TrieWalker:
         self._make_room(4 * max(nodes, size) + 4096)
         self._row, room = RowWalk(walk=ctypes.addressof(self._walk)), max(self.READINGS, 1 << 15)     # a map may have as many classes
         self._found = dict(readings=np.empty((room, 7), np.int32), head=np.full(nodes, -1, np.int32), differs=np.zeros(nodes, np.uint8),
-                           different=np.empty(nodes, np.int32), left=np.empty((64, 4), np.int32), leaves=np.empty((room, 4), np.int32),
-                           pairs=np.empty(room, np.int64), fresh=np.empty((room, 2), np.int32),
-                           **{name: np.empty(room, np.int32) for name in ("tokens", "groups", "values", "lines", "asked")})
+                           different=np.empty(nodes, np.int32), left=np.empty((64, 5), np.int32), leaves=np.empty((room, 4), np.int32),
+                           pairs=np.empty(room, np.int64), class_values=np.empty(room, np.int32),
+                           **{name: np.empty(room, np.int32) for name in ("tokens", "groups", "values")})
         for name, array in self._found.items():
             setattr(self._row, name, array.ctypes.data)
+        self._row.far[:] = [vocab.far >> 64 * i & (1 << 64) - 1 for i in range(4)]
 
     def _map(self) -> np.ndarray:
         """Memory for a map. The first so many have been written to: to touch fresh memory may take longer than to make what is in it."""
@@ -325,8 +353,8 @@ class TrieWalker:
 
     def go(self, delta: np.ndarray, flags: np.ndarray) -> list[int]:
         """Go on as far as possible. delta int32 [states + 1, 256], -2 in rows of states that are not expanded, state 0 leads nowhere; flags bool
-        [2, states + 1]: accepts, expanded. Returns states that have to be expanded first, none at the end. OverflowError: the result has more than
-        32,767 classes."""
+        [3, states + 1]: accepts, expanded, goes on. Returns states that have to be expanded first, none at the end. OverflowError: the result has
+        more than 32,767 classes."""
         walk = self._walk
         self._see(delta, flags)
         while (how := self._library.nano_trie_walk(walk)) == self.NO_ROOM:
@@ -339,7 +367,7 @@ class TrieWalker:
         if self._held.get("delta") is not delta or self._held.get("flags") is not flags:
             self._give("delta", delta)
             self._held["flags"] = flags
-            self._walk.accepts, self._walk.expanded = flags.ctypes.data, flags.ctypes.data + flags.shape[1]
+            self._walk.accepts, self._walk.expanded, self._walk.goes_on = (flags.ctypes.data + i * flags.shape[1] for i in range(3))
 
     @property
     def is_spread(self) -> bool:
@@ -366,107 +394,117 @@ class TrieWalker:
         return (classes, self._sizes[: walk.num_classes + 1].astype(np.int64), self._keys[: walk.num_classes].tolist(), self._exits.copy(), counts,
                 walk.num_exits, walk.most, self._sources.copy() if walk.num_starts > 1 else None)
 
-    def read(self, seeds: list[tuple[int, int, int, bool, int]], exits: list[tuple[int, object, int]], base: np.ndarray | None,
-             vec: np.ndarray | list[tuple] | None, builder) -> tuple[np.ndarray | None, np.ndarray, np.ndarray, list[int], list] | int | None:
-        """Which tokens end in which readings, and the values of these. seeds (state, place, x, whether it may be long, beside): from the root on, all
-        (SOLE), or only what differs from the state `beside`, whose template `base` has. exits (place, automaton.NodeSet, x): from where pieces end.
-        base int16 [V]: a class of each token, told apart too; vec: of each class whether it has a value, int32, or of each but the first the leaf
-        that it is. builder: a rows.RowBuilder, which is asked for what is not known.
+    def frames(self) -> Frames:
+        """What grammars of one automaton will say of their frames."""
+        return Frames(self)
 
-        (vec, of leaves their lines; tokens int32, ascending; the value of each, or ~group; of each group, if there is one, a group before it, or
-        ~class, << 32 | a leaf; of each leaf place, state, begun, x). ~(class + INSTEAD): nothing of the class holds. Of more than a row should have:
-        the index of the seed that leads to them, or None; -1: what was left out is new."""
+    def values(self, leaves: np.ndarray, readings, low: int, high: int) -> np.ndarray:
+        """The value of each leaf (place, state, begun, x), int32 [:, 4]. low, high: of the repeat that the row's own count belongs to."""
+        found = np.empty(len(leaves), np.int32)
         with self.lock:
-            places, row = builder.places, self._row
-            row.leaves_out, row.num_known = builder.leaves_out, places.num_known
+            self._see(readings.automaton.delta, readings.automaton._flags)
+            self._row.sets, self._row.low, self._row.high = readings.native.address, low, high
+            self._go(readings, self._library.nano_row_values, leaves.ctypes.data, len(leaves), found.ctypes.data)
+        return found
+
+    def read(self, seeds: list[tuple], exits: list[tuple[int, object, int]], base: np.ndarray | None, classes: np.ndarray | None,
+             builder) -> tuple[np.ndarray | None, np.ndarray, np.ndarray] | int | None:
+        """Which tokens lead where. seeds (state, place, x, whether it may be long, beside, ...): from the root on, all (SOLE), or only what differs
+        from the state `beside`, whose template `base` has. exits (place, automaton.NodeSet, x): from where pieces end. base int16 [V]: a class of
+        each token; classes int32: of each its value [:], or of each but the first the leaf that it is [:, 4]: (place, state, begun, x). builder:
+        a rows.RowBuilder, of whose grammar the `readings` are.
+
+        (int32: of classes that are leaves, the first line of each in the tables, else None; tokens, ascending; the line of each). Of more than a
+        row should have: the index of the seed that leads to them, or None; -1: what was left out is new. What is made, the tables do not have yet."""
+        with self.lock:
+            row, readings = self._row, builder.readings
+            row.sets, row.leaves_out, row.low, row.high = readings.native.address, builder.leaves_out, builder.low, builder.high
+            row.map = row.vec = row.class_leaves = row.class_values = None
+            self._see(readings.automaton.delta, readings.automaton._flags)
             try:
-                if isinstance(vec, list):
-                    vec = self._lines_of(vec, builder, places)
-                self._look(builder.automaton, places)
-                row.first_line = builder.tables.lines.size
-                return self._read(seeds, exits, base, vec, builder, places)
-            except BaseException:
-                row.num_known = places.forget()     # it may name lines that were never written
-                raise
+                if base is not None:
+                    row.map = base.ctypes.data
+                    vec = classes if classes.ndim == 1 else self._class_lines(classes, readings)
+                    row.vec = vec.ctypes.data
+                return self._read(seeds, exits, readings, None if base is None else vec, builder)
             finally:
-                places.num_known = row.num_known
                 self._library.nano_row_forget(row)
 
-    def _read(self, seeds, exits, base, vec, builder, places) -> tuple | int | None:
-        row, automaton, last = self._row, builder.automaton, len(seeds) - 1 if not exits else -1
-        row.map, row.vec = (None, None) if base is None else (base.ctypes.data, vec.ctypes.data)
-        how = self.FOLLOWED
-        for i, (state, place, x, is_long, beside) in enumerate(seeds):
+    def read_narrow(self, state: int, readings) -> tuple[np.ndarray, np.ndarray] | None:
+        """(tokens, ascending; the line of each) of a state of the grammar in which few begin; None: it is not such a one, or leads to much."""
+        with self.lock:
+            row, found, library, automaton = self._row, self._found, self._library, readings.automaton
+            row.sets, row.leaves_out, row.seed, row.narrow, row.most = readings.native.address, True, 0, self.NARROW, self.READINGS
+            row.map = row.vec = row.class_leaves = row.class_values = None
+            self._see(automaton.delta, automaton._flags)
+            try:
+                if self._go(readings, library.nano_row_narrow, state):
+                    return None
+                return found["tokens"][: row.num_tokens].copy(), found["values"][: row.num_tokens].copy()
+            finally:
+                library.nano_row_forget(row)
+
+    def along(self, which: int, text: bytes | None, size: int, budget: int, readings) -> tuple[bytes, int]:
+        """From a set on, along `text`: (what of it could be read, the set behind, -1 if something could not). Without a text, along the bytes that
+        must follow, so many at most; budget: of readings on the way."""
+        with self.lock:
+            row, held, automaton = self._row, ctypes.create_string_buffer(size) if text is None else text, readings.automaton
+            row.sets, row.set = readings.native.address, which
+            self._see(automaton.delta, automaton._flags)
+            try:
+                self._go(readings, self._library.nano_row_along, held, text is not None, size, budget)
+                return held[: row.at], row.set
+            finally:
+                self._library.nano_row_forget(row)
+
+    def _class_lines(self, leaves: np.ndarray, readings) -> np.ndarray:
+        row, lines, values = self._row, np.empty(len(leaves) + 1, np.int32), self._found["class_values"]
+        values[1 : len(lines)], lines[0], values[0] = -1, 0, 0
+        row.class_leaves, row.class_values = leaves.ctypes.data, values.ctypes.data
+        self._go(readings, self._library.nano_row_lines, row.class_leaves, len(leaves), lines.ctypes.data + 4)
+        return lines
+
+    def _read(self, seeds: list, exits: list, readings, vec: np.ndarray | None, builder) -> tuple | int | None:
+        row, automaton, library, last, how = self._row, readings.automaton, self._library, len(seeds) - 1 if not exits else -1, 0
+        if vec is not None and row.class_values is None:
+            row.class_values = row.vec
+        for i, (state, place, x, is_long, beside, *_) in enumerate(seeds):
             automaton.expand(state)
-            self._look(automaton, places)
+            self._see(automaton.delta, automaton._flags)
             row.room = self.READINGS if is_long else min(row.size + self.NARROW, self.READINGS)
-            self._library.nano_row_begin(row, state, place, x, beside)
-            how = self._follow(automaton, places, i == last)
+            library.nano_row_begin(row, state, place, x, beside)
+            how = self._go(readings, library.nano_row_follow, i == last)
             if how == self.TOO_LONG:
                 return None if is_long else i
         row.room = self.READINGS
         for place, ends, x in exits:
-            places.end(place)
-            self._look(automaton, places)
             ranks, begun, more = ends.counts or (None, None, 0)
             nodes, counts = (ends.nodes, ends.count) if ends.members is None else (None, None)
-            self._library.nano_row_exits(row, place, x, *map(_address, (ends.members, ranks, begun, nodes, counts)), ends.size, more)
+            self._go(readings, library.nano_row_exits, place, x, *map(_address, (ends.members, ranks, begun, nodes, counts)), ends.size, more)
         if last < 0:
-            how = self._follow(automaton, places, True)
+            how = self._go(readings, library.nano_row_follow, True)
             if how == self.TOO_LONG:
                 return None
         found = self._found
         if how == self.LEFT_OUT:
             if builder.leave(found["left"][: row.num_left].tolist()):
                 return -1
-            how = self._library.nano_row_settle(row)
-        self._settle(how, builder, places)
-        n, joined = row.num_tokens, row.num_joined
-        return (vec, found["tokens"][:n].copy(), found["values"][:n].copy(), found["pairs"][: row.num_pairs].tolist() if joined else [],
-                found["leaves"][: row.num_leaves].tolist() if joined else [])
+            self._go(readings, library.nano_row_settle)
+        n = row.num_tokens
+        return None if row.class_leaves is None else vec, found["tokens"][:n].copy(), found["values"][:n].copy()
 
-    def _follow(self, automaton, places, last: bool) -> int:
-        row = self._row
-        while how := self._library.nano_row_follow(row, last):
-            if how > self.END_PLACE:
+    def _go(self, readings, function, *args) -> int:
+        """Until it needs no state that is not expanded, and nothing of the grammar."""
+        row, automaton = self._row, readings.automaton
+        while True:
+            how = function(row, *args)
+            if how == self.EXPAND_STATE:
+                automaton.expand(row.unknown)
+            elif how < 0:
+                readings.native.stopped(how)
+            else:
                 return how
-            automaton.expand(row.unknown) if how == self.EXPAND else places.end(row.unknown)
-            self._look(automaton, places)
-        return how
-
-    def _settle(self, how: int, builder, places) -> None:
-        """What the values lead to, that are new."""
-        row, found = self._row, self._found
-        while how == self.MORE_KNOWN:
-            self._held["before"] = before = places.known
-            places.known = np.full((2 * len(before), 4), -1, np.int32)
-            self._look(builder.automaton, places)
-            self._library.nano_row_known(row, before.ctypes.data, len(before))
-            how = self._library.nano_row_settle(row)
-        if row.num_fresh:
-            builder.take(found["fresh"][: row.num_fresh].tolist())
-        if how == self.ASK_LINES:
-            asked = found["asked"][: row.num_asked]
-            found["lines"][asked] = builder.lines(found["leaves"][asked].tolist())
-            self._library.nano_row_values(row)
-
-    def _lines_of(self, leaves: list[tuple], builder, places) -> np.ndarray:
-        """0, and the lines of leaves: as if each were a token's."""
-        row, found, n = self._row, self._found, len(leaves)
-        self._look(builder.automaton, places)
-        found["leaves"][:n], found["pairs"][:n], found["groups"][:n] = leaves, np.arange(-1 << 32, n - (1 << 32)), np.arange(n)
-        row.num_leaves, row.num_tokens, row.num_pairs, row.vec, row.first_line = n, n, n, None, builder.tables.lines.size
-        self._settle(self._library.nano_row_settle(row), builder, places)
-        return np.concatenate([[0], found["lines"][:n]], dtype=np.int32)
-
-    def _look(self, automaton, places) -> None:
-        self._see(automaton.delta, automaton._flags)
-        if self._held.get("places") is not places.table or self._held.get("firsts") is not places.firsts:
-            self._held["places"], self._held["firsts"] = places.table, places.firsts
-            self._row.places, self._row.firsts = places.table.ctypes.data, places.firsts.ctypes.data
-        if self._held.get("known") is not places.known:
-            self._held["known"] = places.known
-            self._row.known, self._row.known_size = places.known.ctypes.data, len(places.known)
+            self._see(automaton.delta, automaton._flags)
 
     def join(self, a: np.ndarray, b: np.ndarray, classes_a: int, classes_b: int) -> tuple[np.ndarray, np.ndarray, list[int]] | None:
         """Two maps int16 [V] as one: (the class of each token, the classes' sizes, a * classes_b + b of each; the first is 0). None: too many."""
@@ -474,6 +512,74 @@ class TrieWalker:
         sizes, keys = np.empty(1 << 15, np.int32), np.empty(min(classes_a * classes_b, 1 << 15), np.int64)
         found = self._library.nano_join_maps(*map(_address, (a, b)), len(a), classes_a, classes_b, *map(_address, (out, sizes, keys)))
         return None if found < 0 else (out, sizes[:found].astype(np.int64), keys[:found].tolist())
+
+
+class Frames:
+    """What the grammars of an automaton have said of frames and loops; see cpu/sets.h. `told`: of which frames what they are."""
+
+    def __init__(self, walker: TrieWalker):
+        self.walker, self.library, self.told, self.num_loops = walker, walker._library, set(), 0
+        self.address = self.library.nano_frames_new()
+
+    def __del__(self) -> None:
+        self.library.nano_frames_free(self.address)
+
+    def add(self, frame: int, item: int, low: int, high: int, nullable: bool) -> None:
+        """A frame, as a repeat. high: -1 if it has no bound."""
+        self.told.add(frame)
+        self.library.nano_frames_tell(self.address, frame, item, low, high, nullable)
+
+    def add_loop(self, between: int, low: int, high: int) -> None:
+        """The next loop."""
+        self.library.nano_frames_loop(self.address, between, low, high)
+        self.num_loops += 1
+
+    def add_firsts(self, frame: int, flat: bytes, size: int) -> None:
+        """What a frame may begin with: int32 [size], a state, a loop, how many frames lie below, these; and so on."""
+        self.library.nano_frames_firsts(self.address, frame, flat, size)
+
+    def sets(self, bounds: tuple[int, ...], stopped) -> Sets:
+        """Those of a new grammar."""
+        return Sets(self, bounds, stopped)
+
+
+class Sets:
+    """One grammar's sets. bounds: as the last of SetsHead. stopped(why): does what is needed before it may go on, or raises."""
+
+    ASKS_FRAME, LATE, MANY_FRAMES, MANY_READINGS, MANY_STATES, MANY_PLACES = range(-1, -7, -1)      # as in cpu/sets.h
+
+    def __init__(self, frames: Frames, bounds: tuple[int, ...], stopped):
+        self.frames, self.stopped, self._library = frames, stopped, frames.library
+        self.address = self._library.nano_sets_new(frames.address, (_I * len(bounds))(*bounds))
+        self.head = SetsHead.from_address(self.address)
+
+    def __del__(self) -> None:
+        self._library.nano_sets_free(self.address)
+
+    def call(self, name: str, *args) -> int:
+        """nano_sets_<name>, as often as it is stopped."""
+        function = getattr(self._library, f"nano_sets_{name}")
+        while (found := function(self.address, *args)) < 0:
+            self.stopped(found)
+        return found
+
+    def numbers(self, kind: str, index: int) -> list[int]:
+        """Of a `stack`, a `set` or a `state`: what cpu/sets.h has in its place."""
+        size = getattr(self._library, f"nano_sets_of_{kind}")(self.address, index)
+        return _copied(self.head.found, size).tolist()
+
+    def written(self) -> tuple[np.ndarray | None, np.ndarray | None]:
+        """(from which count on new states accept, new lines int32 [:, 4]) since the last time; None if there are none."""
+        head = self.head
+        if head.written:
+            return None, None
+        states, lines = head.num_new_states, head.num_new_lines
+        head.written = 1
+        return _copied(head.new_states, states) if states else None, _copied(head.new_lines, 4 * lines).reshape(-1, 4) if lines else None
+
+
+def _copied(address: int, size: int) -> np.ndarray:
+    return np.frombuffer(ctypes.string_at(address, 4 * size), np.int32)
 
 
 def _address(array: np.ndarray | None) -> int | None:

@@ -439,7 +439,7 @@ class Stacks:
         for same in by_item.values():
             if 1 < len(same) <= COMPARED:
                 kept: list[tuple[int, int]] = []
-                for one in sorted(same, key=lambda one: -self._bounds(one[0])[2]):
+                for one in sorted(same, key=lambda one: (-(bounds := self._bounds(one[0]))[2], bounds[1], one)):
                     if not any(self._frame_covers(other, one, 4) for other in kept):
                         kept.append(one)
                 same = kept

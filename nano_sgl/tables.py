@@ -33,6 +33,7 @@ COUNT_SHIFT = 32                # a state is index | count << 32
 INDEX = (1 << COUNT_SHIFT) - 1
 MORE, KEEP, ADD_SHIFT = 1, 2, 2  # of a line's op: another line follows; the count is kept; what is added to it (or to 0)
 MAX_CLASSES = 1 << 15           # of a map
+MAX_TABLE_BYTES = 256 << 20     # of a vocabulary's tables: from half of it on, new grammars begin new ones
 
 
 class Row(NamedTuple):
@@ -58,7 +59,7 @@ class Pool:
         """With the room at its end: the same array until that is used up."""
         return self._data
 
-    def more(self, number: int, column: int, values: list[int] | int) -> int:
+    def more(self, number: int, column: int, values: np.ndarray | int) -> int:
         """So many items more, empty but for one column; where they begin."""
         start, end = self.size, self.size + number
         self._make_room(end)
@@ -112,6 +113,7 @@ class Tables:
         self.habits: dict[int, list[float]] = {}    # how far the chain of a state is followed: constraint.py's
         self.exits = Pool(2)                        # (state in which a model thinks, state in which it closes that), before the row is built
         self.lines.append(np.array([[1, 0, -1, 0]]))
+        self._asked = 0
         self.rows: list[Row | None] = []            # by state
         self.built: list[int] = []                  # the states whose rows are whole, in the order in which they became so
 
@@ -121,8 +123,14 @@ class Tables:
         numbers = self.vec.size + self.over_token.size + self.over_value.size + 4 * self.lines.size + 5 * self.states.size
         return 4 * numbers + 2 * len(self.maps) * self.vocab.size
 
-    def add_states(self, number: int, accept_from: int) -> int:
-        """The first of so many new states, without rows."""
+    def check_size(self) -> None:
+        """Raises GrammarError: they are too large. Asked often, it looks now and then."""
+        self._asked += 1
+        if not self._asked & 31 and self.nbytes > MAX_TABLE_BYTES:
+            raise GrammarError(f"the grammars need more than {MAX_TABLE_BYTES >> 20} MiB", "grammar")
+
+    def add_states(self, number: int, accept_from: int | np.ndarray) -> int:
+        """The first of so many new states, without rows. accept_from: of all, or of each."""
         self.rows += [None] * number
         return self.states.more(number, 4, accept_from)
 

@@ -23,14 +23,15 @@ costs nothing. Where it stops: MAX_FOLLOWED readings, then GrammarError.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
 
 import numpy as np
 
 from .automaton import Automaton, NodeSet, Template, distinct, union
-from .nodes import COMPARED, DONE, Stacks
+from .nodes import COMPARED, DONE
+from .readings import REGISTER, NativeReadings, Readings, make
 from .rules import GrammarError
-from .tables import INDEX, INF, Pool, Row, Tables
+from .tables import INDEX, INF, Row, Tables
 from .vocab import Vocab
 
 MAX_FOLLOWED = 3000             # readings followed for one row
@@ -38,27 +39,14 @@ MAX_TEMPLATE_BYTES = 96 << 20
 MAX_OVERRIDES = 4096            # of a row: one with more gets a map of its own
 DENSE = 768                     # tokens from which a template is worth a map
 MAX_JOINT = 3                   # templates in one map
-REGISTER = -1                   # in place of a count: the number beside the state; -1 - k: k more than that
 
 
 class Places:
-    """The places of one grammar, as numbers: `keys[place]` is (stack, loop, count), and `table` int32 [:, 6] says of each what cpu/row.h asks: where
-    in `firsts` (state, place) begins and ends what comes behind it (-1: not known yet), and how it counts. `known`: the lines of `num_known` leaves,
-    for cpu/row.h alone."""
+    """The places of one grammar, as numbers: `keys[place]` is (stack, loop, count)."""
 
-    def __init__(self, grammar):
-        self.grammar, self.keys, self._ids = grammar, [], {}
-        self.known, self.num_known = np.full((64, 4), -1, np.int32), 0
-        self._table, self._firsts = Pool(6), Pool(2)
+    def __init__(self, readings: Readings | NativeReadings):
+        self.readings, self.keys, self._ids = readings, [], {}
         self.values: dict[tuple[int, int, int], int] = {}           # (place, state, begun) -> value, of leaves without x
-
-    @property
-    def table(self) -> np.ndarray:
-        return self._table.whole
-
-    @property
-    def firsts(self) -> np.ndarray:
-        return self._firsts.whole
 
     def of(self, stack: int, loop: int, count: int) -> int:
         """The number of a place."""
@@ -67,36 +55,17 @@ class Places:
         if place is None:
             place = self._ids[key] = len(self.keys)
             self.keys.append(key)
-            between, low, high = self.grammar._loops[loop]
-            row = (-1, 0, between, 0, high, 1) if count == REGISTER else (-1, 0, between, low - count, high - count, 0)
-            self._table.append_one(row if loop else (-1, 0, -1, 0, 0, 0))
         return place
-
-    def forget(self) -> int:
-        """What is known of leaves; how many there are now."""
-        self.known[:, 0], self.num_known = -1, 0
-        return 0
-
-    def end(self, place: int) -> None:
-        """Find out what comes behind it."""
-        if self._table.array[place, 0] < 0:
-            grammar = self.grammar
-            after = grammar._sets[grammar._closure(self.keys[place][0])][1]
-            for q, _, _, _ in after:
-                grammar._automaton.expand(q)
-            found = np.array([(q, self.of(*where)) for q, *where in after], np.int32).reshape(-1, 2)
-            start = self._firsts.append(found)
-            self._table.array[place, :2] = start, start + len(found)
 
 
 class WaveBuilder:
     """One row, wave by wave. `build` it under the lock of `Shared`."""
 
     def __init__(self, grammar, index: int):
-        self.grammar, self.automaton, self.tables = grammar, grammar._automaton, grammar.tables
-        self.configs = grammar._configs[index]
+        self.grammar, self.readings, self.tables, self.automaton = grammar, grammar.readings, grammar.tables, grammar.readings.automaton
+        self.configs = self.readings.configs(index)
         registers = [c[2] for c in self.configs if c[3] == REGISTER]
-        self.low, self.high = grammar._loops[registers[0]][1:] if registers else (0, 0)
+        self.low, self.high = self.readings.loops[registers[0]][1:] if registers else (0, 0)
         self.dense: list[tuple[Template, list[int]]] = []
         if self.automaton.template_bytes > MAX_TEMPLATE_BYTES:
             self.automaton.forget_templates()
@@ -114,7 +83,7 @@ class WaveBuilder:
             wave, self.pending = self.pending, {}
             for (q, loop, count), sources in wave.items():
                 for stack, starts, xs in self._fresh((q, loop, count), sources):
-                    self.followed += 1 + len(self.grammar._stacks.frames[stack]) // 16
+                    self.followed += 1 + len(self.readings.frames(stack)) // 16
                     if self.followed > MAX_FOLLOWED:
                         raise GrammarError(f"the grammar is too ambiguous: more than {MAX_FOLLOWED} readings of the tokens after a text", "grammar")
                     self._follow((q, stack, loop, count), starts, xs)
@@ -126,12 +95,12 @@ class WaveBuilder:
         self.begun += sum(starts.size + 100 for _, starts, _ in sources)
         many = self.begun > self.tables.vocab.byte.size
         if len(sources) > 1:
-            known, stacks = self.grammar._stacks, {}
+            known, stacks = self.readings, {}
             for stack, starts, xs in sources:
                 stacks.setdefault((id(starts), id(xs)), [starts, xs, set()])[2].add(stack)
             places: dict[int, list] = {}
             for starts, xs, some in stacks.values():
-                stack = some.pop() if len(some) == 1 else known.of(frozenset().union(*map(known.frames.__getitem__, some)))
+                stack = some.pop() if len(some) == 1 else known.stack(frozenset().union(*map(known.frames, some)))
                 places.setdefault(stack, []).append((starts, xs))
             sources = [(stack, *self._merge(found)) for stack, found in places.items()]
         elif many and sources[0][1].size > 64 and not sources[0][1].ascending:
@@ -144,7 +113,7 @@ class WaveBuilder:
 
     def _left(self, stack: int, starts: NodeSet, xs: np.ndarray | None, done: list) -> tuple[int, NodeSet, np.ndarray | None]:
         """The positions that were not followed before with a stack, and a condition, that allow as much; all of them if that is most."""
-        before = [(other, more) for below, other, more in done[-COMPARED:] if self.grammar._stacks.covers(below, stack)]
+        before = [(other, more) for below, other, more in done[-COMPARED:] if self.readings.covers(below, stack)]
         if not before:
             return stack, starts, xs
         gone = np.isin(starts.nodes, self._always(before))
@@ -201,7 +170,7 @@ class WaveBuilder:
 
     def _follow(self, config: tuple, starts: NodeSet, xs: np.ndarray | None) -> None:
         q, stack, loop, count = config
-        place = self.grammar._below_pieces.of(stack, loop, count)
+        place = self.grammar.places_below.of(stack, loop, count)
         same = xs is None or bool((xs == xs[0]).all())
         template = self.automaton.template(q, starts, bool(loop), None if same else xs)
         if template.size:
@@ -221,7 +190,7 @@ class WaveBuilder:
         if exits is None or not after:
             return
         if loop:
-            _, low, high = self.grammar._loops[loop]
+            _, low, high = self.readings.loops[loop]
             exits = self.automaton.within(exits, *((0, high) if count == REGISTER else (low - count, high - count)))
         if loop and count == REGISTER:
             xs = exits.count
@@ -234,48 +203,37 @@ class WaveBuilder:
 
     def _beginnings(self) -> list[tuple[tuple, int]]:
         """(reading, x) that begin at the root."""
-        grammar, found = self.grammar, [(config, -1) for config in self.configs]
+        readings, found = self.readings, [(config, -1) for config in self.configs]
         for q, stack, loop, count in self.configs:
-            if loop and q == grammar._loops[loop][0] and (count == REGISTER or grammar._between(q, loop, count)):
+            if loop and q == readings.loops[loop][0] and (count == REGISTER or readings.between(q, loop, count)):
                 found += [(config, 0 if count == REGISTER else -1) for config in self._after(stack)]
         return found
 
     def _after(self, stack: int) -> tuple:
-        return self.grammar._sets[self.grammar._closure(stack)][1]
-
-    def _values(self, leaves: Sequence[Sequence[int]]) -> list[int]:
-        """The values of leaves (place, state, begun, x). Most are new readings that hold always: these together."""
-        places, accepts, known, new = self.grammar._below_pieces, self.automaton.accepts, self.grammar._below_pieces.values, []
-        for place, to, begun, x in leaves:
-            if x < 0 and (place, to, begun) not in known and not places.keys[place][1] and not accepts[to]:
-                new.append((place, to))
-        if new:
-            found = self.grammar._values_of([(to, places.keys[place][0]) for place, to in new])
-            known.update(((place, to, 0), value) for (place, to), value in zip(new, found))
-        return [self._value(*leaf) for leaf in leaves]
+        return self.readings.at(self.readings.closure(stack))[1]
 
     def _value(self, place: int, to: int, begun: int, x: int) -> int:
         """The value of a leaf."""
-        places = self.grammar._below_pieces
+        places = self.grammar.places_below
         key = place, to, begun
         if x < 0 and (found := places.values.get(key)) is not None:
             return found
-        grammar, (stack, loop, count) = self.grammar, places.keys[place]
+        readings, (stack, loop, count) = self.readings, places.keys[place]
         low, high = (0, INF) if x < 0 else (max(self.low - x, 0), self.high - x)
-        most = grammar._loops[loop][2]
+        most = readings.loops[loop][2]
         if loop and count == REGISTER:
-            line = (0, most - begun, grammar._set(False, ((to, stack, loop, REGISTER - begun),))) if begun <= most else ()
+            line = (0, most - begun, readings.set(False, ((to, stack, loop, REGISTER - begun),))) if begun <= most else ()
         elif low > high or loop and count + begun > most:
             line = ()
         elif loop:
-            line = low, high, grammar._set(False, ((to, stack, loop, count + begun),))
+            line = low, high, readings.set(False, ((to, stack, loop, count + begun),))
         else:
             may_end, configs = False, ((to, stack, 0, 0),) if self.automaton.goes_on[to] else ()
             if self.automaton.accepts[to]:
-                may_end, more = grammar._sets[grammar._closure(stack)]
+                may_end, more = readings.at(readings.closure(stack))
                 configs += more
-            line = low, high, grammar._set(may_end, configs)
-        found = grammar._value((line,)) if line else 0
+            line = low, high, readings.set(may_end, configs)
+        found = readings.value((line,)) if line else 0
         if x < 0:
             places.values[key] = found
         return found
@@ -284,13 +242,10 @@ class WaveBuilder:
         """(map of all wide pieces, the value of each of its classes)."""
         self.dense.sort(key=lambda item: item[0].number)
         which, split = self.grammar.shared.map_of([template for template, _ in self.dense])
-        if len(self.dense) == 1:
-            return which, [0, *self.dense[0][1]]
-        vec, values = [], [(0, *values) for _, values in self.dense]
-        for classes in split:
-            vec.append(0)
-            for of_class, cls in zip(values, classes):
-                vec[-1] = self.grammar._join(vec[-1], of_class[cls])
+        (_, first), *more = self.dense
+        vec = [0, *first] if not more else [(0, *first)[classes[0]] for classes in split]
+        for i, (_, values) in enumerate(more, start=1):
+            vec = self.readings.join(vec, [(0, *values)[classes[i]] for classes in split])
         return which, vec
 
     # ---- from tokens and values to a row
@@ -313,7 +268,7 @@ class WaveBuilder:
     def _row(self, which: int, vec: np.ndarray, tokens: np.ndarray, values: np.ndarray) -> Row:
         """vec: the value of each class; and those of tokens that have others."""
         found, at = distinct(np.concatenate([vec, values]))
-        lines = np.array(self.grammar._entries_of(found), np.int32)[at]
+        lines = np.array(self.readings.lines_of(found), np.int32)[at]
         return self._bounded(which, lines[: vec.size], tokens.astype(np.int32), lines[vec.size:])
 
     def _bounded(self, which: int, vec: np.ndarray, tokens: np.ndarray, lines: np.ndarray) -> Row:
@@ -345,56 +300,41 @@ class WaveBuilder:
         return tokens, values
 
     def _join(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
-        known = len(self.grammar._values)
-        keys, at = distinct(a * known + b)
-        return np.array([self.grammar._join(*divmod(key, known)) for key in keys], np.int64)[at]
+        pairs, at = distinct(a << 32 | b)
+        return np.array(self.readings.join([pair >> 32 for pair in pairs], [pair & INDEX for pair in pairs]), np.int64)[at]
 
 
-class _Sample:                                  
+class Sample:
+    """A grammar of letters and a mark, as builders of rows see one. For the demos."""
+
     def __init__(self, vocab: Vocab):
-        self._automaton, self.tables = automaton, _ = Automaton(vocab), Tables(vocab)
-        nodes = automaton.nodes
-        letters, self._loops = nodes.byte(sum(1 << b for b in range(97, 123))), [(-1, 1, 0)]
-        mark = nodes.byte(1 << 44 | 1 << 46)
-        q, end, self._stacks = automaton.state([nodes.rep(letters, 1, None)]), automaton.state([mark]), Stacks(nodes)
-        done = self._stacks.of(frozenset((DONE,)))
-        self._configs, self._below_pieces = {0: ((q, self._stacks.push(mark, done), 0, 0),), 1: ((end, done, 0, 0),)}, Places(self)
-        self._sets, self._lines, self.shared = [(True, ()), (False, ((end, done, 0, 0),))], [()], self
-
-    def _closure(self, stack: int) -> int:
-        return stack
-
-    def _set(self, may_end: bool, configs: tuple) -> str:
-        return "in " + " or ".join(str(q) for q, *_ in configs) + " or at the end" * may_end
-
-    def _value(self, lines: tuple) -> int:
-        self._lines.append(lines)
-        return len(self._lines) - 1
-
-    def _join_all(self, values: list[int]) -> int:
-        return max(values)
-
-    def _values_of(self, readings: list[tuple[int, int]]) -> list[int]:
-        return [self._value(((0, INF, self._set(False, ((q, stack, 0, 0),))),)) for q, stack in readings]
-
-    def _entries_of(self, values: list[int]) -> list[int]:
-        return values
+        automaton, self.tables, self.shared = Automaton(vocab), Tables(vocab), self
+        letters, mark = automaton.nodes.byte(sum(1 << b for b in range(97, 123))), automaton.nodes.text(automaton.nodes.byte(1 << 44 | 1 << 46))
+        word, end = automaton.state([automaton.nodes.rep(letters, 1, None)]), automaton.state([automaton.nodes.keys[mark][1]])
+        self.readings = make(automaton, self.tables, threading.RLock(), lambda frame: [(end, 0, ())])
+        self.places_below, done = Places(self.readings), self.readings.stack(frozenset((DONE,)))
+        sets = [self.readings.set(False, [one]) for one in ((word, self.readings.push(mark, done), 0, 0), (end, done, 0, 0))]
+        self.states = [self.readings.state(each)[0] for each in sets]
 
     def map_of(self, templates: list[Template]) -> tuple[int, list]:
         return self.tables.add_map(templates[0].map[0]), []
 
     def show(self, builder: type[WaveBuilder]) -> None:
         """The tokens of both rows."""
-        for index, name in enumerate(("[a-z]+", "[,.]")):
-            row, vocab = builder(self, index).build(), self.tables.vocab
+        for index, name in zip(self.states, ("[a-z]+", "[,.]")):
+            row, vocab, lines = builder(self, index).build(), self.tables.vocab, self.tables.lines.array
             tokens = dict(zip(row.over_tokens.tolist(), row.over_values.tolist()))
             tokens |= {t: int(row.vec[cls]) for t, cls in enumerate(self.tables.maps[row.map].tolist()) if cls and t not in tokens}
-            print(f"{name:8s} map {row.map}", *(f"{vocab.tokens[t]!r} -> {self._lines[v][0][2]}" for t, v in sorted(tokens.items())))
+            print(f"{name:8s} map {row.map}", *(f"{vocab.tokens[t]!r} -> {self._show(lines[value, 2])}" for t, value in sorted(tokens.items())))
+
+    def _show(self, state: int) -> str:
+        may_end, configs = self.tables.states.array[state, 4] == 0, self.readings.configs(int(state))
+        return " or ".join([f"in {q}" for q, *_ in configs] + ["the end"] * bool(may_end))
 
 
 def _demo() -> None:
     """A state in a string, and one in what follows it: what their rows are made of."""
-    _Sample(Vocab([b"a", b"b", b"ab", b",", b"b.", b"a,b", None], [6])).show(WaveBuilder)
+    Sample(Vocab([b"a", b"b", b"ab", b",", b"b.", b"a,b", None], [6])).show(WaveBuilder)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from nano_sgl import automaton, grammar, native, rows
+from nano_sgl import automaton, grammar, native, rows, tables
 from nano_sgl.automaton import Automaton, NodeSet, distinct, union
 from nano_sgl.normal_form import normalize
 from nano_sgl.rules import Byte, Cat, Or, Repeat, Rules
@@ -114,7 +114,7 @@ def test_ranges_that_a_state_loops_on(pattern, many, monkeypatch):
         vocab.walker = native.TrieWalker(vocab, native.library()) if native.library() is not None else None
         made = grammar.compile("regex", pattern, vocab)
         machine = made._automaton
-        for q, counted in {(config[0], config[2] > 0) for config in made._configs[made.start]}:
+        for q, counted in {(config[0], config[2] > 0) for config in made.readings.configs(made.start)}:
             for q in {q, *machine.moves(q).values()}:
                 loop = (q if machine.accepts[q] else machine._loop(q)) if counted else automaton.DEAD
                 for starts in (machine.root, *(machine.at(draw.randrange(vocab.byte.size)) for _ in range(6))):
@@ -162,8 +162,12 @@ def test_maps_are_joined_and_keys_numbered():
 
 
 def test_constants_that_python_and_cpp_share():
-    row, trie = ((Path(native.__file__).parent / "cpu" / name).read_text() for name in ("row.h", "trie.h"))
-    assert f"SOLE = {rows.SOLE};" in row and f"INSTEAD = 1 << {rows.INSTEAD.bit_length() - 1};" in row and "LEFT = 64;" in row
+    row, trie, sets = ((Path(native.__file__).parent / "cpu" / name).read_text() for name in ("row.h", "trie.h", "sets.h"))
+    assert f"SOLE = {rows.SOLE}, " in row and "LEFT = 64;" in row
     values = {name: i for names in re.findall(r"^enum \{ ([\w, ]+) \};", row + trie, re.M) for i, name in enumerate(names.split(", "))}
-    ours = ("BEGIN", "SPREAD", "EXPAND", "NO_ROOM", "TOO_MANY", "FOLLOWED", "END_PLACE", "TOO_LONG", "LEFT_OUT", "ASK_LINES", "MORE_KNOWN")
+    ours = ("BEGIN", "SPREAD", "EXPAND", "NO_ROOM", "TOO_MANY", "EXPAND_STATE", "TOO_LONG", "LEFT_OUT")
     assert {name: getattr(native.TrieWalker, name) for name in ours} == {name: values[name] for name in ours}
+    (stops,) = re.findall(r"^enum \{ (ASKS_FRAME[\w, =-]+) \};", sets, re.M)
+    assert {name: getattr(native.Sets, name) for name, _ in (stop.split(" = ") for stop in stops.split(", "))} == {
+        name: int(value) for name, value in (stop.split(" = ") for stop in stops.split(", "))}
+    assert "LINE_MORE = 1, LINE_KEEP = 2, LINE_ADD = 4" in sets and (tables.MORE, tables.KEEP, 1 << tables.ADD_SHIFT) == (1, 2, 4)

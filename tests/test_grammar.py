@@ -18,7 +18,7 @@ from earley import Recogniser
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nano_sgl import automaton, grammar, native, nodes, waves, weights
+from nano_sgl import automaton, grammar, native, nodes, readings, tables, waves, weights
 from nano_sgl.grammar import INDEX, Grammar
 from nano_sgl.rules import EMPTY, NEVER, Byte, Cat, Expr, GrammarError, Or, Ref, Repeat, Rules
 from nano_sgl.tables import MORE
@@ -434,7 +434,7 @@ def test_rows_of_several_grammars_in_turns(demo, monkeypatch):
             if i < len(text) and i % len(texts) != k:
                 ours, plain = made[0][k], made[1][k]
                 if i == 7:
-                    monkeypatch.setattr(grammar, "MAX_GRAMMAR_STATES", 0)
+                    monkeypatch.setattr(readings, "MAX_GRAMMAR_STATES", 0)
                     with contextlib.suppress(GrammarError):
                         ours.row(states[0][k])
                     monkeypatch.undo()
@@ -541,7 +541,7 @@ def test_a_compilation_lets_others_have_the_lock():
 def test_a_full_library_is_left_to_its_grammars(monkeypatch):
     vocab = Vocab([b"a", b"b"])
     old = grammar.compile("regex", "a*b", vocab)
-    monkeypatch.setattr(grammar, "MAX_TABLE_BYTES", 2 * old.tables.nbytes - 2)
+    monkeypatch.setattr(tables, "MAX_TABLE_BYTES", 2 * old.tables.nbytes - 2)
     new = grammar.compile("regex", "a*b", vocab)
     monkeypatch.undo()
     assert old.tables is not new.tables and allowed(old, old.start) == allowed(new, new.start) == {0, 1}

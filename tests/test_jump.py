@@ -103,7 +103,7 @@ def test_a_chain_is_forced_text_whose_states_have_rows(kind, text, whitespace):
         assert len(chain) <= MAX_CHAIN
         forced, _ = grammar.forced(state)
         assert forced.startswith(grammar.vocab.decode(chain))
-        if any(config[3] == REGISTER for config in grammar._configs[state]):
+        if any(config[3] == REGISTER for config in grammar.readings.configs(state)):
             assert not chain
             continue
         at = state

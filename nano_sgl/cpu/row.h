@@ -1,6 +1,7 @@
 // The readings of a text, followed down the tree of a vocabulary from piece to piece: rows.py's walk.
 #pragma once
 
+#include "sets.h"
 #include "trie.h"
 
 namespace {
@@ -16,40 +17,76 @@ struct Reading {
     }
 };
 
-constexpr int32_t SOLE = -2;
+constexpr int32_t SOLE = -2, SAME = -1;
 constexpr int64_t WORK = 10'000'000;            // comparisons and looks at nodes, of a row: some 50 ms
 
-// What comes behind a piece are firsts[after .. end], (state, place) each, the states expanded; after is -1 if that is not known yet. A place that
-// counts has a state `between` two characters (else it is -1), where it may end after `least` to `most` more. own: its count is that of the row.
-struct Ending { int32_t after, end, between, least, most, own; };
+struct Leaf {
+    int32_t place, state, begun, x;
+    bool operator==(const Leaf& o) const { return place == o.place && state == o.state && begun == o.begun && x == o.x; }
+};
 
-// A leaf that holds always, and the first line of its value in the tables. place: -1 where there is none.
-struct Known { int32_t place, state, begun, line; };
+inline uint64_t hash_of(const Leaf& leaf) {
+    return ((uint64_t)leaf.place << 32 | (uint32_t)leaf.state) * 0xC2B2AE3D27D4EB4Fu + ((uint64_t)leaf.begun << 32 | (uint32_t)leaf.x);
+}
+
+// What is known of a leaf that holds always: its value, -1, and the first line of that in the tables, -1.
+struct Known { Leaf leaf; int32_t value, line; };
+
+// Where a row begins: see `add_reading`.
+struct Seed { int32_t state, place, x; };
+
+struct RowSets : Sets {
+    using Sets::Sets;
+    std::vector<Seed> seeds;                    // of the row that `read_narrow` is at
+    std::vector<Known> leaves;
+    std::vector<int32_t> table = std::vector<int32_t>(256, -1);         // by linear probing
+
+    int64_t slot(const Leaf& leaf) const {
+        int64_t at = hash_of(leaf) * 0x9E3779B97F4A7C15u >> 32 & (table.size() - 1);
+        while (table[at] >= 0 && !(leaves[table[at]].leaf == leaf)) at = (at + 1) & (table.size() - 1);
+        return at;
+    }
+
+    // Until the next one is asked for.
+    Known& known(const Leaf& leaf) {
+        const int64_t at = slot(leaf);
+        if (table[at] >= 0) return leaves[table[at]];
+        table[at] = leaves.size();
+        leaves.push_back({leaf, -1, -1});
+        if (2 * leaves.size() > table.size()) {
+            table.assign(4 * table.size(), -1);
+            for (size_t i = 0; i < leaves.size(); i++) table[slot(leaves[i].leaf)] = i;
+        }
+        return leaves.back();
+    }
+};
 
 // rows.py's struct
 struct RowWalk {
     const Walk* walk;                           // the tree, and the automaton
-    const Ending* places;
-    const int32_t* firsts;
+    RowSets* sets;                              // of the grammar
     const int16_t* map;                         // the class of each token, before what is found here; null: 0
     Reading* readings;                          // room for `room`
     int32_t* head;                              // by node: its last reading, -1
     uint8_t* differs;                           // by node: whether the template does not hold there
     int32_t* different;                         // these nodes
-    int32_t* left;                              // what is left to templates, (node, state, place, x) each, LEFT at most: see `leave`
+    int32_t* left;                              // what is left to templates, (node, state, place, x, counted) each, LEFT at most: see `leave`
     int32_t *tokens, *groups;                   // the result: tokens ascending, and the group of each,
     int64_t* pairs;                             // a group is (a group before it, or ~class, or ~(class + INSTEAD)) << 32 | leaf,
     int32_t* leaves;                            // a leaf is (place, state, begun, x)
     const int32_t* vec;                         // of each class, whether it leads anywhere; null: none does
-    Known* known;                               // of the grammar's leaves, `known_size` of them, a power of two
-    int32_t *values, *lines;                    // of each token; of each leaf: the first line in the tables, -1
-    int32_t *fresh, *asked;                     // (place, state) of leaves, and numbers of leaves: see `settle`
+    const Leaf* class_leaves;                   // of each class but the first the leaf that it is, null: the values are known;
+    int32_t* class_values;                      // its value, -1
+    int32_t* values;                            // of each token: the first line in the tables
     // work: what was done so far. full: there was no room for a reading, or no time. leaves_out: whether there is such a thing as `left`
     int64_t room, at, size, work, full, num_different, num_left, leaves_out, num_tokens, num_pairs, num_leaves, unknown;
-    int64_t known_size, num_known, first_line, num_fresh, num_asked, num_joined;
+    int64_t low, high;                          // of the repeat that the row's own count belongs to
+    int64_t seed, narrow, most;                 // of `read_narrow`: how many have begun; of readings from one of them; of all
+    int64_t set;                                // of `go_along`
+    uint64_t far[4];                            // bytes with which much begins
 };
 
-enum { FOLLOWED, EXPAND_STATE, END_PLACE, TOO_LONG, LEFT_OUT, ASK_LINES, MORE_KNOWN };  // what `follow_readings` returns, and `settle`
+enum { FOLLOWED, EXPAND_STATE, TOO_LONG, LEFT_OUT };    // what `follow_readings` returns, and `read_narrow`
 
 void forget(RowWalk& w) {
     for (int64_t i = 0; i < w.size; i++) w.head[w.readings[i].node] = -1;
@@ -70,7 +107,7 @@ void add_reading(RowWalk& w, const Reading& one) {
 // The children of a node, by what is alive there. The states have to be expanded. What is alive beside it has to be so here: rows only add to maps.
 void go_down(RowWalk& w, int32_t node, int32_t state, int32_t place, int32_t begun, int32_t x, int32_t beside) {
     const Walk& t = *w.walk;
-    const Ending& p = w.places[place];
+    const Ending& p = w.sets->endings[place];
     const int32_t *row = t.delta + 256 * (int64_t)state, *other = t.delta + 256 * (int64_t)std::max(beside, 0);
     if (state == p.between && begun++ >= p.most) return;
     for (int32_t kid = t.child0[node], end = kid + t.kids[node]; kid < end; kid++) {
@@ -104,10 +141,10 @@ struct Exits {
 // may come.
 void end_at(RowWalk& w, int32_t place, const Exits& at, int32_t x) {
     const Walk& t = *w.walk;
-    const Ending p = w.places[place];
+    const Ending p = w.sets->endings[place];
     for (int32_t i = p.after; i < p.end && !w.full; i++) {
-        const int32_t state = w.firsts[2 * i], behind = w.firsts[2 * i + 1], *row = t.delta + 256 * (int64_t)state;
-        const bool first = state == w.places[behind].between;
+        const int32_t state = w.sets->firsts[2 * i], behind = w.sets->firsts[2 * i + 1], *row = t.delta + 256 * (int64_t)state;
+        const bool first = state == w.sets->endings[behind].between;
         for (int byte = 0; byte < 256; byte++) {
             const int32_t *start = at.nodes, *last = at.nodes + at.n;
             for (int32_t k = t.byte_starts[byte]; row[byte] >= 0 && k < t.byte_starts[byte + 1]; k++, w.work++) {
@@ -125,19 +162,24 @@ void end_at(RowWalk& w, int32_t place, const Exits& at, int32_t x) {
 
 constexpr int32_t BELOW = 2048, BROAD = 16, LEFT = 64;      // tokens below a node, bytes that a state moves on
 
+// On how many bytes a state moves on.
+int alive(const Walk& t, int32_t state) {
+    const int32_t* row = t.delta + 256 * (int64_t)state;
+    int number = 0;
+    for (int byte = 0; byte < 256; byte++) number += row[byte] >= 0;
+    return number;
+}
+
 // Whether what may be read from a node on is so much that it should come from a template. Then it is noted, and not followed.
 bool leave(RowWalk& w, int32_t node, int32_t state, int32_t place, int32_t x) {
     const Walk& t = *w.walk;
     if (!w.leaves_out || t.end[node] - t.first[node] <= BELOW) return false;
-    const int32_t* row = t.delta + 256 * (int64_t)state;
-    int alive = 0;
-    for (int byte = 0; byte < 256; byte++) alive += row[byte] >= 0;
-    if (alive < BROAD) return false;
-    const int32_t one[4] = {node, state, place, x};
+    if (alive(t, state) < BROAD) return false;
+    const int32_t one[5] = {node, state, place, x, w.sets->endings[place].between >= 0};
     for (int64_t i = 0; i < w.num_left; i++)
-        if (std::equal(one, one + 4, w.left + 4 * i)) return true;
+        if (std::equal(one, one + 5, w.left + 5 * i)) return true;
     if (w.num_left == LEFT) return false;
-    std::copy(one, one + 4, w.left + 4 * w.num_left++);
+    std::copy(one, one + 5, w.left + 5 * w.num_left++);
     return true;
 }
 
@@ -147,30 +189,24 @@ int follow_readings(RowWalk& w) {
     for (; w.at < w.size && !w.full; w.at++) {
         const Reading one = w.readings[w.at];
         if (!t.inner[one.node]) continue;
-        const Ending& p = w.places[one.place];
+        Ending p = w.sets->endings[one.place];
         const bool ends = p.between < 0 ? t.accepts[one.state] : one.state == p.between && one.begun >= p.least && one.begun <= p.most;
         w.unknown = one.state;
         if (!t.expanded[one.state]) return EXPAND_STATE;
         w.unknown = one.beside;
         if (one.beside >= 0 && !t.expanded[one.beside]) return EXPAND_STATE;
-        w.unknown = one.place;
-        if (ends && p.after < 0) return END_PLACE;
+        if (ends && p.after < 0) {
+            w.unknown = w.sets->end(one.place, t.expanded);
+            if (w.unknown != FOREVER) return EXPAND_STATE;
+            p = w.sets->endings[one.place];
+        }
         for (int32_t i = p.after, x = p.own ? one.begun : one.x; ends && i < p.end; i++) {
-            const int32_t state = w.firsts[2 * i], behind = w.firsts[2 * i + 1];
+            const int32_t state = w.sets->firsts[2 * i], behind = w.sets->firsts[2 * i + 1];
             if (!leave(w, one.node, state, behind, x)) go_down(w, one.node, state, behind, 0, x, SOLE);
         }
         go_down(w, one.node, one.state, one.place, one.begun, one.x, one.beside);
     }
     return w.full ? TOO_LONG : FOLLOWED;
-}
-
-struct Leaf {
-    int32_t place, state, begun, x;
-    bool operator==(const Leaf& o) const { return place == o.place && state == o.state && begun == o.begun && x == o.x; }
-};
-
-uint64_t hash_of(const Leaf& leaf) {
-    return ((uint64_t)leaf.place << 32 | (uint32_t)leaf.state) * 0xC2B2AE3D27D4EB4Fu + ((uint64_t)leaf.begun << 32 | (uint32_t)leaf.x);
 }
 
 constexpr int64_t INSTEAD = 1 << 20;                    // beside a class: what is found counts instead of what the class says
@@ -211,73 +247,218 @@ int gather(RowWalk& w) {
     return FOLLOWED;
 }
 
-// Where a leaf is among those that are known, or would be.
-Known* known_of(RowWalk& w, const Leaf& leaf) {
-    const int64_t most = w.known_size - 1;
-    int64_t at = hash_of({leaf.place, leaf.state, leaf.begun, -1}) * 0x9E3779B97F4A7C15u >> 32 & most;
-    for (; w.known[at].place >= 0; at = (at + 1) & most)
-        if (w.known[at].place == leaf.place && w.known[at].state == leaf.state && w.known[at].begun == leaf.begun) break;
-    return w.known + at;
+// The value of a leaf.
+int32_t value_of(RowWalk& w, const Leaf& leaf) {
+    RowSets& sets = *w.sets;
+    Known* known = leaf.x < 0 ? &sets.known(leaf) : nullptr;
+    if (known && known->value >= 0) return known->value;
+    const Where at = *sets.where.at(leaf.place);
+    Line line{0, FOREVER, -1};
+    if (leaf.x >= 0) line.low = std::max<int64_t>(w.low - leaf.x, 0), line.high = w.high - leaf.x;
+    std::vector<Config> configs;
+    bool ends = false, holds = line.low <= line.high;
+    if (at.loop && at.count == IN_REGISTER) {
+        line.low = 0, line.high = sets.frames.loops[at.loop].high - leaf.begun;
+        holds = line.high >= 0;
+        configs.push_back({leaf.state, at.stack, at.loop, IN_REGISTER - leaf.begun});
+    } else if (at.loop) {
+        holds = holds && (int64_t)at.count + leaf.begun <= sets.frames.loops[at.loop].high;
+        configs.push_back({leaf.state, at.stack, at.loop, at.count + leaf.begun});
+    } else {
+        if (w.walk->goes_on[leaf.state]) configs.push_back({leaf.state, at.stack, 0, 0});
+        if (w.walk->accepts[leaf.state]) {
+            const int32_t after = sets.closure(at.stack);
+            ends = sets.may_end(after), sets.add_configs(after, configs);
+        }
+    }
+    if (holds) line.set = sets.set(ends, configs);
+    const int32_t found = holds ? sets.value(&line, 1) : 0;
+    if (known) known->value = found;
+    return found;
 }
 
-// Whether a group is one leaf and nothing else: its value is the leaf's. All others are joined by Python.
-bool is_alone(const RowWalk& w, int64_t pair) {
+// The first line of its value in the tables. Most are plain, readings that go on in a piece without a count, and need no set.
+int32_t line_of(RowWalk& w, const Leaf& leaf) {
+    RowSets& sets = *w.sets;
+    Known* known = leaf.x < 0 ? &sets.known(leaf) : nullptr;
+    if (known && known->line >= 0) return known->line;
+    const bool plain = known && sets.endings[leaf.place].between < 0 && !w.walk->accepts[leaf.state];
+    const int32_t line = plain ? sets.line_of(leaf.state, sets.where.at(leaf.place)->stack) : sets.entry(value_of(w, leaf));
+    if (known) known->line = line;
+    return line;
+}
+
+int32_t class_value(RowWalk& w, int32_t cls) {
+    if (!w.class_values) return 0;
+    if (w.class_values[cls] < 0) w.class_values[cls] = value_of(w, w.class_leaves[cls - 1]);
+    return w.class_values[cls];
+}
+
+// What a group's tokens lead to, a line; SAME: what their class does.
+int32_t value_of_group(RowWalk& w, int64_t pair, std::vector<int32_t>& parts) {
+    const Leaf* leaves = (const Leaf*)w.leaves;
     const int64_t before = pair >> 32;
-    return before < 0 && (~before >= INSTEAD || !w.vec || !w.vec[~before]);
+    const bool has_class = before < 0 && w.vec && w.vec[~before % INSTEAD];
+    if (before < 0 && (~before >= INSTEAD || !has_class)) {     // one leaf and nothing else
+        const int32_t line = line_of(w, leaves[(int32_t)pair]);
+        return line || has_class ? line : SAME;
+    }
+    parts.clear();
+    int64_t at = pair;
+    for (; parts.push_back(value_of(w, leaves[(int32_t)at])), at >> 32 >= 0;) at = w.pairs[at >> 32];
+    at = ~(at >> 32);
+    const int32_t base = class_value(w, at % INSTEAD);
+    if (at < INSTEAD) parts.push_back(base);
+    const int32_t value = w.sets->join_all(parts);
+    return value == base ? SAME : w.sets->entry(value);
 }
 
-// The value of each token: a line, or ~group.
-int write_values(RowWalk& w) {
-    for (int64_t i = 0; i < w.num_asked; i++) {
-        const Leaf leaf = ((const Leaf*)w.leaves)[w.asked[i]];
-        if (leaf.x >= 0) continue;
-        Known* at = known_of(w, leaf);
-        w.num_known += at->place < 0;
-        *at = {leaf.place, leaf.state, leaf.begun, w.lines[w.asked[i]]};
+// The value of each token, without those that are as their class says. It may be stopped, and called again.
+int settle(RowWalk& w) {
+    std::vector<int32_t> lines(w.num_pairs, UNKNOWN), parts;
+    for (int64_t i = 0; i < w.num_tokens; i++) {
+        int32_t& line = lines[w.groups[i]];
+        if (line == UNKNOWN) line = value_of_group(w, w.pairs[w.groups[i]], parts);
+        w.values[i] = line;
     }
     int64_t kept = 0;
-    w.num_joined = 0;
-    for (int64_t i = 0; i < w.num_tokens; i++) {
-        const int64_t pair = w.pairs[w.groups[i]];
-        int32_t value = is_alone(w, pair) ? w.lines[(int32_t)pair] : ~w.groups[i];
-        if (!value && (!w.vec || !w.vec[~(pair >> 32) % INSTEAD])) continue;      // it leads nowhere, as if it were not here
-        if (!value) value = ~w.groups[i];
-        w.num_joined += value < 0;
-        w.tokens[kept] = w.tokens[i], w.values[kept++] = value;
-    }
+    for (int64_t i = 0; i < w.num_tokens; i++)
+        if (w.values[i] != SAME) w.tokens[kept] = w.tokens[i], w.values[kept++] = w.values[i];
     w.num_tokens = kept;
     return FOLLOWED;
 }
 
-// The lines of all leaves that are values by themselves. New ones that are plain, readings that go on in a piece without a count, get the next lines
-// of the tables, from `first_line` on, and are `fresh`: whoever called appends them. Others are `asked` for: ASK_LINES, then `write_values`.
-int settle(RowWalk& w) {
-    if (2 * (w.num_known + w.num_leaves) > w.known_size) return MORE_KNOWN;
-    std::fill(w.lines, w.lines + w.num_leaves, -1);
-    w.num_fresh = w.num_asked = 0;
-    for (int64_t i = 0; i < w.num_tokens; i++) {
-        const int64_t pair = w.pairs[w.groups[i]];
-        const int32_t number = (int32_t)pair;
-        if (!is_alone(w, pair) || w.lines[number] >= 0) continue;
-        const Leaf leaf = ((const Leaf*)w.leaves)[number];
-        Known* at = leaf.x < 0 ? known_of(w, leaf) : nullptr;
-        if (at && at->place >= 0) {
-            w.lines[number] = at->line;
-        } else if (at && w.places[leaf.place].between < 0 && !w.walk->accepts[leaf.state]) {
-            w.lines[number] = w.first_line + w.num_fresh;
-            *at = {leaf.place, leaf.state, leaf.begun, w.lines[number]};
-            w.fresh[2 * w.num_fresh] = leaf.place, w.fresh[2 * w.num_fresh++ + 1] = leaf.state, w.num_known++;
-        } else {
-            w.lines[number] = 0, w.asked[w.num_asked++] = number;
-        }
+// Whether few tokens begin in a state: as rows.py's `_is_wide`, which is asked about all others. EXPAND_STATE: that is not known yet.
+int is_narrow(RowWalk& w, int32_t state) {
+    const Walk& t = *w.walk;
+    w.unknown = state;
+    if (!t.expanded[state]) return EXPAND_STATE;
+    if (alive(t, state) >= BROAD) return TOO_LONG;
+    for (int byte = 0; byte < 256; byte++) {
+        const int32_t to = t.delta[256 * (int64_t)state + byte];
+        if (to < 0 || !has(w.far, byte)) continue;
+        w.unknown = to;
+        if (!t.expanded[to]) return EXPAND_STATE;
+        if (alive(t, to) >= BROAD) return TOO_LONG;
     }
-    return w.num_asked ? ASK_LINES : write_values(w);
+    return FOLLOWED;
 }
 
-// What is known, with more room.
-void move_known(RowWalk& w, const Known* before, int64_t size) {
-    for (int64_t i = 0; i < size; i++)
-        if (before[i].place >= 0) *known_of(w, {before[i].place, before[i].state, before[i].begun, -1}) = before[i];
+// Where the row of a state begins: in its readings, and behind the repeats that may end there.
+int find_seeds(RowWalk& w, int32_t state) {
+    RowSets& sets = *w.sets;
+    const int32_t list = sets.key_of_state.at(state);
+    const std::vector<Config> configs(sets.keys.at(list) + 1, sets.keys.at(list) + sets.keys.length(list));
+    sets.seeds.clear();
+    w.low = w.high = 0;
+    for (const Config& one : configs) {
+        sets.seeds.push_back({one.q, sets.place({one.stack, one.loop, one.count}), -1});
+        if (one.loop && one.count == IN_REGISTER) w.low = sets.frames.loops[one.loop].low, w.high = sets.frames.loops[one.loop].high;
+    }
+    for (const Config& one : configs) {
+        if (!one.loop || one.q != sets.frames.loops[one.loop].between || !(one.count == IN_REGISTER || sets.is_between(one))) continue;
+        const int32_t set = sets.closure(one.stack);
+        const std::vector<Config> after(sets.sets.at(set) + 1, sets.sets.at(set) + sets.sets.length(set));
+        for (const Config& next : after)
+            sets.seeds.push_back({next.q, sets.place({next.stack, next.loop, next.count}), one.count == IN_REGISTER ? 0 : -1});
+    }
+    for (const Seed& seed : sets.seeds)
+        if (const int how = is_narrow(w, seed.state); how != FOLLOWED) return how;
+    return FOLLOWED;
+}
+
+// The whole row of a state in which few tokens begin, as most do; others are left to Python: TOO_LONG, LEFT_OUT. It may be stopped, and goes on.
+int read_narrow(RowWalk& w, int32_t state) {
+    RowSets& sets = *w.sets;
+    if (!w.seed)
+        if (const int how = find_seeds(w, state); how != FOLLOWED) return how;
+    for (;; w.seed++) {
+        if (w.seed)
+            if (const int how = follow_readings(w); how != FOLLOWED) return how;
+        if (w.seed == (int64_t)sets.seeds.size()) break;
+        const Seed seed = sets.seeds[w.seed];
+        w.room = std::min(w.size + w.narrow, w.most);
+        go_down(w, 0, seed.state, seed.place, 0, seed.x, SOLE);
+    }
+    if (w.num_left) return LEFT_OUT;
+    w.room = w.most;
+    if (gather(w) != FOLLOWED) return TOO_LONG;
+    return settle(w);
+}
+
+// ---- byte by byte
+
+// The readings that may go on, those behind a repeat that may end here included. Their states are expanded, or EXPAND_STATE.
+int find_waiting(RowWalk& w, int32_t set, std::vector<Config>& waiting) {
+    RowSets& sets = *w.sets;
+    waiting.clear();
+    sets.add_configs(set, waiting);
+    for (size_t i = 0, n = waiting.size(); i < n; i++)
+        if (waiting[i].loop && sets.is_between(waiting[i])) sets.add_configs(sets.closure(waiting[i].stack), waiting);
+    const auto is_full = [&](const Config& c) {
+        return c.loop && c.q == sets.frames.loops[c.loop].between && c.count >= sets.frames.loops[c.loop].high;
+    };
+    waiting.erase(std::remove_if(waiting.begin(), waiting.end(), is_full), waiting.end());
+    for (const Config& one : waiting) {
+        w.unknown = one.q;
+        if (!w.walk->expanded[one.q]) return EXPAND_STATE;
+    }
+    return FOLLOWED;
+}
+
+// Whether the text may end in a set.
+bool ends(RowSets& sets, int32_t set) {
+    bool any = sets.may_end(set);
+    for (int64_t i = 1; i < sets.sets.length(set) && !any; i++) {
+        const Config one = sets.sets.at(set)[i];
+        any = one.loop && sets.is_between(one) && sets.may_end(sets.closure(one.stack));
+    }
+    return any;
+}
+
+// The set after a byte, -1.
+int32_t advance_set(RowWalk& w, const std::vector<Config>& waiting, int byte) {
+    RowSets& sets = *w.sets;
+    std::vector<Config> configs;
+    bool may_end = false;
+    for (const Config& one : waiting) {
+        const int32_t to = w.walk->delta[256 * (int64_t)one.q + byte];
+        if (to < 0) continue;
+        if (one.loop) {
+            configs.push_back({to, one.stack, one.loop, one.count + (one.q == sets.frames.loops[one.loop].between)});
+            continue;
+        }
+        if (w.walk->goes_on[to]) configs.push_back({to, one.stack, 0, 0});
+        if (!w.walk->accepts[to]) continue;
+        const int32_t after = sets.closure(one.stack);
+        may_end |= sets.may_end(after), sets.add_configs(after, configs);
+    }
+    return configs.empty() && !may_end ? -1 : sets.set(may_end, configs);
+}
+
+// From a set on, along `text`; or, without one, along the bytes that must follow, up to a choice or a possible end, which are written to it. `size`:
+// so many at most; `budget`: of readings on the way. `set`, -1 at a byte that may not come, and `at` say how far it is. It may be stopped, and goes on.
+int go_along(RowWalk& w, uint8_t* text, bool is_given, int64_t size, int64_t budget) {
+    std::vector<Config> waiting;
+    for (; w.at < size && w.set >= 0; w.at++) {
+        if (!is_given && (w.work >= budget || ends(*w.sets, w.set))) return FOLLOWED;
+        if (const int how = find_waiting(w, w.set, waiting); how != FOLLOWED) return how;
+        if (!is_given) {
+            uint64_t alive[4] = {};
+            int number = 0;
+            for (const Config& one : waiting)
+                for (int byte = 0; byte < 256; byte++)
+                    if (w.walk->delta[256 * (int64_t)one.q + byte] >= 0 && !has(alive, byte)) {
+                        alive[byte >> 6] |= (uint64_t)1 << (byte & 63), number++;
+                        text[w.at] = byte;
+                    }
+            if (number != 1) return FOLLOWED;
+        }
+        const int32_t to = advance_set(w, waiting, text[w.at]);
+        for (int64_t i = 1; i < w.sets->sets.length(w.set); i++) w.work += 1 + w.sets->size_of(w.sets->sets.at(w.set)[i].stack);
+        w.set = to;
+    }
+    return FOLLOWED;
 }
 
 }  // namespace

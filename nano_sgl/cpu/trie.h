@@ -34,7 +34,7 @@ struct Walk {
     uint64_t* whole;                            // a set, as bits in preorder: the inner nodes that end with a character
     int32_t *partial, *mute;                    // the tokens that do not, (place in the order of tokens, node); those that are no text
     const int32_t* delta;                       // the automaton: state -> byte -> state, -1: none, UNKNOWN where the state is not expanded
-    const uint8_t *accepts, *expanded;          // by state; state 0 is the one that nothing follows
+    const uint8_t *accepts, *expanded, *goes_on;        // by state; state 0 is the one that nothing follows
     const int32_t *starts, *marks;
     const uint64_t* members;                    // a set, as `whole`; a member is its own source
     Item* items;                                // room for `room`
