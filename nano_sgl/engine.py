@@ -540,7 +540,7 @@ class Engine:
 
     @staticmethod
     def _pass_on(stream: Stream, tokens: list[int], bad: bool, logprobs: list[Logprob] | None, outcome: spec.Outcome | None) -> Chunk | None:
-        """`_advance` and `_take` in one, of a row like most: its next token is text of its own, and streamed. None, and nothing is done, for others."""
+        """`_advance` and `_take` in one, of a row like most: its next token is text of its own, and streamed. None, and nothing done, for others."""
         req = stream.req
         if bad or outcome is not None or logprobs is not None or stream.constraint is not None or not req.request.stream or stream.rewrites \
                 or stream.unsent.output_ids or stream.prompt_logprobs is not None or (text := stream.text.pass_on(tokens[0])) is None:

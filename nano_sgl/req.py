@@ -25,6 +25,7 @@ import array
 from collections.abc import Sequence
 
 import numpy as np
+from dataclasses import dataclass
 
 from .holds import Hold
 from .protocol import Request, SamplingParams
@@ -106,6 +107,21 @@ class Req:
         if new:
             self._key += array.array("i", self.output_ids[-new:]).tobytes()
         return self._key
+
+
+@dataclass
+class Counters:
+    """What has happened since the start, for the log line and `stats`."""
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    computed_tokens: int = 0
+    copied_tokens: int = 0
+    evicted_tokens: int = 0
+    retractions: int = 0
+    preemptions: int = 0
+    finished: int = 0
+    steps: int = 0
 
 
 def _demo() -> None:

@@ -38,7 +38,6 @@ import operator
 import random
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 import msgspec
 import numpy as np
@@ -49,7 +48,7 @@ from .memory import Batch, Rows, SlotAllocator, Writes
 from .policies import POLICIES
 from .protocol import Request, RequestError, SamplingParams
 from .radix import Match, Node, Tree, common_len
-from .req import Req
+from .req import Counters, Req
 from .waiting import Queue
 
 OLDEST_AFTER = 8         # starts that may pass the oldest waiting request over; then it goes first (once a pass would be fcfs where one starts)
@@ -58,21 +57,6 @@ RATIO_START, RATIO_MIN, RATIO_DECAY, RATIO_RAISE = 0.7, 0.1, 0.995, 0.3  # share
 GROWTH, PLENTY = 32, 64  # slots that a row which decodes gets ahead, where as many as the latter could be had for each of them
 DONORS = 8               # running requests and nodes that are looked at for the beginning of a page
 RETRY_ADMISSION = 16     # steps after which a full pool is looked at again although nothing was given back
-
-
-@dataclass
-class Counters:
-    """What has happened since the start, for the log line and `stats`."""
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    output_tokens: int = 0
-    computed_tokens: int = 0
-    copied_tokens: int = 0
-    evicted_tokens: int = 0
-    retractions: int = 0
-    preemptions: int = 0
-    finished: int = 0
-    steps: int = 0
 
 
 ARRIVAL = operator.attrgetter("arrival")
@@ -257,7 +241,7 @@ class Scheduler:
         return draft_lens
 
     def _lacking(self, rows: list[Req], draft_lens: Mapping[Req, int]) -> dict[Req, int]:
-        """Slots that rows which decode lack, of those who do. Where there are plenty: GROWTH more for all of them, and then none for as many steps."""
+        """Slots that rows which decode lack, of those who do. Where there are plenty: GROWTH more for all, and then none for as many steps."""
         needed = {req: req.known_len + self.reserve + req.guessed + draft_lens.get(req, 0) for req in rows}
         lacking = {req: columns for req, columns in needed.items() if columns > req.own_start + len(req.own)}
         more = 0
