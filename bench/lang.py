@@ -25,6 +25,7 @@ with a call for each gen, and with calls that write beyond their gen.
 import argparse
 import json
 import re
+import signal
 import statistics
 import sys
 import threading
@@ -299,4 +300,5 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C, so that no server outlives its benchmark
     sys.exit(main())
