@@ -538,9 +538,10 @@ class ProgramState(Writer):
         self._changed.wait_for(lambda: self._error is not None or ready())
 
     def _settle(self) -> None:
-        """Wait for all that was written, or an error."""
+        """Wait for all that was written, or an error; in a streaming run for all that the program will write, unless it is the program that waits."""
+        mine = threading.get_ident() == self.run.thread
         with self._changed:
-            self._wait(lambda: not self._busy)
+            self._wait(lambda: not self._busy and (mine or self._ended))
 
     def sync(self) -> None:
         """Wait for all that was written. ProgramError if it failed."""

@@ -23,9 +23,9 @@ from __future__ import annotations
 
 import array
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
-from dataclasses import dataclass
 
 from .holds import Hold
 from .protocol import Request, SamplingParams

@@ -495,6 +495,15 @@ def test_a_streaming_run_tells_its_errors_to_who_reads():
     state = sgl.function(program).run(backend=Scripted(failing), stream=True)
     with pytest.raises(sgl.ProgramError, match="not closed"):
         list(state.text_iter())
+    gate = threading.Event()
+
+    def late(s):
+        s += "begun "
+        assert gate.wait(LIMIT_S)
+        s += sgl.gen("v")
+    state = sgl.function(late).run(backend=Scripted(), stream=True)
+    threading.Timer(0.05, gate.set).start()
+    assert state.text() == "begun x" and state.error() is None     # who reads all waits for the program's end
     state = sgl.function(lambda s: 1 / 0).run(backend=Scripted(), stream=True)
     with pytest.raises(sgl.ProgramError, match="division"):
         list(state.text_iter())
