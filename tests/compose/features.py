@@ -24,6 +24,7 @@ from nano_sgl.attention import TorchAttention, register_attention
 from nano_sgl.events import BlockRemoved, BlockStored
 from nano_sgl.graphs import FakeGraph, Graphs
 from nano_sgl.kernels import QuantizedWeight
+from nano_sgl.protocol import Request, SamplingParams
 from nano_sgl.spec import CostCurve
 
 
@@ -119,6 +120,16 @@ def guesses_are_cheap(engine, step, random):
     engine.speculation.lengths.cost = CostCurve([1, 64], [1.0, 1.2])
 
 
+def hold_beginnings(engine, step, random):
+    """Every fourth step two thirds of somebody's prompt are held, for two who have named this hold as their parent, or will."""
+    engine.steps_held = (step > 0 and getattr(engine, "steps_held", 0)) + (engine.scheduler.holds.tokens > 0)
+    rid = f"hold {step // 4 % 3}"
+    if step % 4 == 0 and engine.streams and rid not in engine.streams:
+        held = engine.streams[random.choice(sorted(engine.streams))].req.request
+        engine.add(Request(rid=rid, prompt_ids=held.prompt_ids[:len(held.prompt_ids) * 2 // 3 + 1], params=SamplingParams(max_tokens=0),
+                           namespace=held.namespace, children=2))
+
+
 # ---- what proves them ------------------------------------------------------------------------------------------------------------
 
 def started_before_others(run):
@@ -211,6 +222,8 @@ FEATURES = [
             counted="times a request overtook an earlier one", proof=overtaken),
     Feature("cost-aware eviction", "co", flags=dict(radix_eviction_policy="cost", max_total_tokens=148), during=expect_little, needs_cache=True, counted="tokens evicted",
             proof=lambda run: run.counted("evicted_tokens")),
+    Feature("holds", "ho", fields=lambda kind: dict(parent=f"hold {kind % 3}"), during=hold_beginnings, needs_cache=True,
+            counted="steps between which prefixes were held", proof=lambda run: run.engine.steps_held),
     Feature("KV events", "ev", flags=dict(kv_events=True), needs_cache=True, counted="blocks told of", proof=blocks_told),
     Feature("guesses of ngram", "ng", flags=dict(speculative_algorithm="ngram", speculative_draft_length="fixed"), asks=ask_few_tokens,
             counted="guesses that were right", proof=lambda run: run.counted("guesses")),

@@ -267,7 +267,8 @@ def drive(engine: Engine, planned: list[Planned], features: Sequence[Feature], p
             feature.during(engine, step, rng)
         each_step(step)
         for chunk in engine.step():
-            run.answers[chunk.rid].take(chunk)
+            if chunk.rid in run.answers:               # or it is of a request that a feature has added
+                run.answers[chunk.rid].take(chunk)
         if audit:
             engine.check()
         if not engine.has_work and not later:
