@@ -15,7 +15,7 @@ Microseconds of CPU time of the one thread, the mean of `--steps` steps, the bes
 off:
 
 schedule  guesses to draft, Scheduler.next_batch                          process  results as numbers, stop conditions, text, chunks to stream
-plan      the work list of attention, all of the step's integers packed   text     of it detokenisation: TextStream.push and take, in runs apart
+plan      the work list of attention, all of the step's integers packed   text     of it detokenisation: TextStream, in runs apart
 launch    handing that over, and what the sampler sorts by rows           commit   Scheduler.commit: lengths, slots, the tree
 
 `yards`: the step's time divided by that of a yardstick, some lines of Python and numpy timed in the same minute, which compares machines, and
@@ -268,7 +268,7 @@ class Run:
 
     def text_us(self, steps: int) -> float:
         """Microseconds of detokenisation in a step."""
-        kept = {name: getattr(TextStream, name) for name in ("push", "take")}
+        kept = {name: getattr(TextStream, name) for name in ("push", "take", "pass_on")}
         for name in kept:
             self.clock.watch(TextStream, name, "text")
         try:

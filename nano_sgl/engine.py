@@ -330,7 +330,8 @@ class Engine:
         self._queue_compiled()
         for rid in self.constraints.release():
             self.scheduler.sit_out(rid, False)
-        self._rewrite()
+        if self._rewriting:
+            self._rewrite()
         batch = self.scheduler.next_batch(self._draft_lens())
         if batch is not None:
             self.flights.append(Flight(batch, self.worker.submit(self._job(batch))))

@@ -111,16 +111,17 @@ class Runner:
         self.constraints, self.speculation, self.device, self.context_len, self.end_ids = constraints, speculation, device, context_len, end_ids
         self.page_size, self.rejects, self.graphs = page_size, rejects, graphs
         self._laid: Layout | None = None
-        self._kept: Plan | None = None     # the last one, where it would serve for the same batch a token later
+        self._kept: Plan | None = None     # the last one, and for how many steps that are the same a token later it serves, too
+        self._kept_for = 0
         self._sorted: tuple[tuple, tuple[tuple, sampling.Sorted, list[SortedGroup]]] | None = None
 
     # ---- on the host, while the steps before it run
 
     def plan(self, batch: Batch, constraints: Sequence[Constraint | None], begun: Sequence[tuple[int, int, int]]) -> Plan:
         """constraints: of the rows that sample. begun: (row, state, leave_at) of the requests with a grammar that start with this step."""
-        if batch.again and (kept := self._kept) is not None and (batch.kv_bounds <= self._laid.bounds).all() \
-                and kept.frame.may_run_over >= bool((batch.kv_bounds > batch.limits).any()):
-            return kept
+        if batch.again and self._kept_for > 0:
+            self._kept_for -= 1
+            return self._kept
         picked = batch.samples.nonzero()[0]
         reqs, counts = [batch.reqs[i] for i in picked.tolist()], (batch.draft_lens[picked] + 1).tolist()
         samples = len(reqs), sum(counts)
@@ -149,10 +150,11 @@ class Runner:
         key = (*lens, len(work.items), len(work.shifts), work.partials, work.block_q, sort.shape, nodes, columns, self.constraints.budgets,
                *(part is None for _, _, part in groups)) if padded else ()
         frame = Frame(key, lens, work, bool(layout.flat), sort, groups, nodes, columns, recomputes, may_run_over, padded)
-        plan = Plan(packed, frame, samples)
+        self._kept = Plan(packed, frame, samples)
         grows = self.speculation is not None and self.speculation.drafters     # with every step, what they look at
-        self._kept = None if grows or any(constraints) or sum(packed.lens[:BEGUN]) else plan
-        return plan
+        bounds = layout.bounds if may_run_over else np.minimum(layout.bounds, batch.limits)
+        self._kept_for = 0 if grows or any(constraints) else int((bounds - batch.kv_bounds).min())
+        return self._kept
 
     def _lay(self, batch: Batch, picked: np.ndarray, sizes: tuple[int, int, int] | None) -> Layout:
         """Where the step's tokens stand. A batch that decodes differs from that of the step before in its bounds alone; attention clips its items by
