@@ -117,10 +117,12 @@ def greedy_token_selection(choices: Sequence[str], scores: Sequence[Score]) -> t
     The value of a choice is the number of places through which it was left."""
     means = [_mean(score.tokens) for score in scores]
     length = max(len(score.tokens) for score in scores)
-    matrix = [[_known([t])[0] if _known([t]) else 0.0 for t in score.tokens] + [mean] * (length - len(score.tokens))
+    matrix = [[mean if t.logprob is None else t.logprob for t in score.tokens] + [mean] * (length - len(score.tokens))
               for score, mean in zip(scores, means)]
     left, places = list(range(len(choices))), [0] * len(choices)
     for place in range(length):
+        if any(place < len(scores[i].tokens) and scores[i].tokens[place].logprob is None for i in left):
+            continue                                    # nobody knows which is likelier
         best = max(left, key=lambda i: matrix[i][place])
         ids = {i: scores[i].tokens[place].token_id if place < len(scores[i].tokens) else ("over", i) for i in left}
         left = [i for i in left if ids[i] == ids[best]]

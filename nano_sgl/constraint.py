@@ -265,12 +265,12 @@ class Constraints:
             done.append((one, found))
         return done
 
-    def leave(self, rid: str) -> bool:
-        """The request does not wait any more. False if it did not."""
+    def leave(self, rid: str) -> str | None:
+        """The request does not wait any more; returns its `parent`. None if it did not wait."""
         one = self.waiting.pop(rid, None)
         if one is not None and all(other.grammar is not one.grammar for other in self.waiting.values()):
             self.compiler.abandon(one.grammar)
-        return one is not None
+        return None if one is None else one.request.parent
 
     # ---- for a step
 

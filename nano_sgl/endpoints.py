@@ -26,6 +26,7 @@ from __future__ import annotations
 import base64
 import json
 import mimetypes
+import os
 import socket
 import subprocess
 import sys
@@ -43,7 +44,7 @@ import httpx
 from .choices import Score, Token
 from .ir import Image, Video
 
-OPENAI_PARAMS = ("max_tokens", "temperature", "top_p", "n", "stop", "seed", "frequency_penalty", "presence_penalty", "logit_bias")
+COMPLETES = ("instruct", "davinci", "babbage")    # what the names of models say that have no chat API
 LOGPROB_PARAMS = ("logprobs", "prompt_logprobs", "logprob_start_len")
 CONNECT_S = 10.0
 POLL_S, STOP_S = 0.2, 20.0     # how often a server that starts is asked whether it is there, and how long one may take to end
@@ -66,12 +67,12 @@ class Completion:
 class _Server:
     """A server, and what it has been asked. `usage`: calls, prompt_tokens, completion_tokens, cached_tokens, saved_calls."""
 
-    def __init__(self, base_url: str, api_key: str | None, timeout_s: float | None):
+    def __init__(self, base_url: str, api_key: str | None, timeout_s: float | None, verify: str | bool = True):
         if not base_url.startswith(("http://", "https://")):
             raise ValueError(f"a server's address begins with http:// or https://, got {base_url!r}")
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self.base_url = base_url.rstrip("/")
-        self._client = httpx.Client(headers=headers, timeout=httpx.Timeout(timeout_s, connect=CONNECT_S),
+        self._client = httpx.Client(headers=headers, verify=verify, timeout=httpx.Timeout(timeout_s, connect=CONNECT_S),
                                     limits=httpx.Limits(max_connections=None, max_keepalive_connections=128))
         self.usage: Counter[str] = Counter()
         self._lock = threading.Lock()
@@ -131,10 +132,11 @@ class _Server:
 
 
 class RuntimeEndpoint(_Server):
-    """A nano_sgl server. api_key: where it wants one. timeout_s: for an answer; None: as long as it takes."""
+    """A nano_sgl server. api_key: where it wants one. verify: its certificate, or a file of those to trust. timeout_s: for an answer; None: as long
+    as it takes."""
 
-    def __init__(self, base_url: str, api_key: str | None = None, timeout_s: float | None = None):
-        super().__init__(base_url, api_key, timeout_s)
+    def __init__(self, base_url: str, api_key: str | None = None, verify: str | bool = True, timeout_s: float | None = None):
+        super().__init__(base_url, api_key, timeout_s, verify)
         self._info: dict[str, Any] | None = None
 
     @property
@@ -161,8 +163,7 @@ class RuntimeEndpoint(_Server):
         """See interpreter.Backend."""
         found = self._ask("POST", "/generate", self._body(prompts, params, parent))
         made = [self._completion(item) for item in (found if isinstance(found, list) else [found])]
-        for item in made:
-            self._used(item.meta_info)
+        self._used({**made[0].meta_info, "completion_tokens": sum(item.meta_info.get("completion_tokens", 0) for item in made)})
         return made
 
     def stream(self, prompt: str, params: dict[str, Any], *, parent: str = "") -> Iterator[Completion]:
@@ -178,7 +179,8 @@ class RuntimeEndpoint(_Server):
         """See interpreter.Backend."""
         body = {"text": prefix, "choices": choices, "unconditional": unconditional, **({"parent": parent} if parent else {})}
         found = self._ask("POST", "/score", body)
-        self._count(calls=1, prompt_tokens=found["usage"].get("prompt_tokens", 0))
+        details = found["usage"].get("prompt_tokens_details") or {}
+        self._count(calls=1, prompt_tokens=found["usage"].get("prompt_tokens", 0), cached_tokens=details.get("cached_tokens", 0))
         return [Score(s["text"], list(map(Token, s["token_ids"], s["logprobs"])),
                       None if s["unconditional_logprobs"] is None else list(map(Token, s["token_ids"], s["unconditional_logprobs"])))
                 for s in found["scores"]]
@@ -264,12 +266,14 @@ def _stop_process(process: subprocess.Popen) -> None:
 
 
 class OpenAI(_Server):
-    """A server that speaks OpenAI's API. is_chat_model: whether to use /v1/chat/completions; otherwise it is /v1/completions."""
+    """A server that speaks OpenAI's API. is_chat_model: whether to use /v1/chat/completions; otherwise it is /v1/completions; None: as the name of
+    the model sounds. api_key: without it, what OPENAI_API_KEY says."""
 
-    def __init__(self, model_name: str, is_chat_model: bool = True, base_url: str = "https://api.openai.com/v1", api_key: str | None = None,
+    def __init__(self, model_name: str, is_chat_model: bool | None = None, base_url: str = "https://api.openai.com/v1", api_key: str | None = None,
                  timeout_s: float | None = None):
-        super().__init__(base_url, api_key, timeout_s)
-        self.model_name, self.is_chat_model = model_name, is_chat_model
+        super().__init__(base_url, api_key or os.environ.get("OPENAI_API_KEY"), timeout_s)
+        self.model_name = model_name
+        self.is_chat_model = not any(word in model_name for word in COMPLETES) if is_chat_model is None else is_chat_model
 
     @property
     def _path(self) -> str:

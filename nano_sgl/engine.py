@@ -267,6 +267,9 @@ class Engine:
         """Queue a request. RequestError where it cannot be served; nothing has changed then. One whose grammar is not there yet waits for it first,
         and if that is refused its only chunk says so."""
         self.validate(request)
+        if request.children and not self.scheduler.cache:       # there is nothing to keep it in
+            self._outbox.append(Chunk(rid=request.rid, finish_reason="length"))
+            return
         if request.rid in self.constraints.waiting or request.rid in self.scheduler.reqs:
             raise RequestError(f"request id {request.rid!r} is already in use", "rid")
         compiled, params = self.constraints.compile(request), request.params
@@ -296,6 +299,7 @@ class Engine:
         """Requests whose grammars are there join the queue; who has waited in vain is told."""
         for one, found in self.constraints.compiled(self.scheduler.clock(), self.config.waiting_timeout):
             if isinstance(found, RequestError):
+                self.scheduler.holds.arrive(one.request.parent)
                 reason = "abort" if found.status == 503 else "error"
                 self._outbox.append(Chunk(rid=one.request.rid, finish_reason=reason, error=found.message, status=found.status, param=found.param))
             else:
@@ -303,7 +307,8 @@ class Engine:
 
     def abort(self, rid: str) -> bool:
         """End a request in any state; its last chunk says "abort". A hold that has ended gives up what it keeps. False where there was neither."""
-        if self.constraints.leave(rid):
+        if (parent := self.constraints.leave(rid)) is not None:
+            self.scheduler.holds.arrive(parent)         # or it would be waited for
             self._outbox.append(Chunk(rid=rid, finish_reason="abort"))
             return True
         holds = len(self.scheduler.holds)

@@ -30,7 +30,7 @@ from collections.abc import Callable
 
 from .radix import Node, Tree
 
-HOLD_S = 120.0      # a hold whose children have not come by then was forgotten by its program
+HOLD_S = 120.0      # a hold of which no child has come for so long was forgotten by its program
 
 
 class Hold:
@@ -73,6 +73,9 @@ class Holds:
             hold.children -= 1
             if not hold.children:
                 self._end(hold)
+            elif hold.node is not None:     # its program goes on
+                hold.until = self.clock() + HOLD_S
+                self._kept[hold.rid] = self._kept.pop(hold.rid)
 
     def land(self, hold: Hold, node: Node) -> None:
         """The request of a hold is done: its lock on `node` is kept for those to come, or given back where the hold is over."""

@@ -33,6 +33,7 @@ import contextlib
 import hashlib
 import itertools
 import json
+import logging
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -43,6 +44,8 @@ from .api_speculation import Leftover, match_turn
 from .choices import Score
 from .ir import Expr, Graph, Trace, Writer
 
+log = logging.getLogger("nano_sgl")
+
 PLAIN_ROLES = {"system": ("SYSTEM:", "\n"), "user": ("USER:", "\n"), "assistant": ("ASSISTANT:", "\n"), "default_system": ""}
 DTYPES = {  # what a gen of this type may write, and what ends it
     "int": (r"[+\-]?[0-9]+[ \n]?", (" ", "\n")), "float": (r"[+\-]?[0-9]*\.?[0-9]+[ \n]?", (" ", "\n")),
@@ -51,6 +54,7 @@ TYPE_NAMES = {int: "int", float: "float", str: "str", bool: "bool"}
 THINKING = {"kimi": ("◁think▷", "◁/think▷")}        # of other models
 THINK = ("<think>", "</think>")
 ALWAYS_THINKS = ("deepseek-r1", "qwen3-thinking")   # the prompt has opened the tag
+SHARED = {"temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias", "seed"}   # of a turn
 TRIES = 3                                           # answers to one turn that may fail to have its texts
 
 
@@ -85,6 +89,7 @@ class ProgramError(RuntimeError):
     def __init__(self, message: str, where: str, branch: str, state: ProgramState):
         super().__init__(message)
         self.where, self.branch, self.state = where, branch, state
+        self.told = False       # has it been raised to somebody?
 
 
 class Hold:
@@ -94,23 +99,17 @@ class Hold:
         self.backend, self.name = backend, backend.hold(prefix, children, **({"parent": parent} if parent else {}))
         self._left, self._lacking, self._lock = children, 0, threading.Lock()
 
-    def spend(self, used: bool) -> str:
-        """One state less; returns what its request is to say."""
+    def spend(self, used: bool) -> None:
+        """One state less: its request, which named the hold, is answered (`used`); or has failed, and maybe never came; or will never be."""
         with self._lock:
             self._left -= 1
             self._lacking += not used
             over = self._left == 0 and self._lacking
         if over:
-            self.backend.release(self.name)
-        return self.name if used else ""
-
-    def fail(self) -> None:
-        """A request that named it has failed, and perhaps it never came."""
-        with self._lock:
-            self._lacking += 1
-            over = self._left == 0
-        if over:
-            self.backend.release(self.name)
+            try:
+                self.backend.release(self.name)
+            except Exception as error:      # it ends by itself, in time
+                log.warning("a prefix that is held could not be released: %s", error)
 
 
 @dataclass
@@ -161,12 +160,13 @@ class Run:
         for state in self.states:       # forks made meanwhile are waited for, too
             state._settle()
         for state in dropped:
-            state._fail(stopped, None, raised_at(stopped))
-            state._told = True          # by what is raised
+            if state._error is None:
+                state._fail(stopped, None, raised_at(stopped))
+            state._error.told = True    # by what is raised
         for state in self.states:
             state._give_up_hold()
         for state in self.states:
-            if state._error is not None and not state._told:
+            if state._error is not None and not state._error.told:
                 state._raise()
 
 
@@ -195,7 +195,6 @@ class ProgramState(Writer):
         self._scopes: dict[str, int] = {}
         self._gens = 0
         self._error: ProgramError | None = None
-        self._told = False
         run.states.append(self)
 
     # ------------------------------------------------------------------------------------------------------------- writing
@@ -226,8 +225,11 @@ class ProgramState(Writer):
                     return
                 node, where = self._queue[0]
                 if here and self.run.use_thread and self._takes_time(node):
-                    threading.Thread(target=self._drain, args=(False,), name=f"program {self.branch}", daemon=True).start()
-                    return
+                    try:
+                        threading.Thread(target=self._drain, args=(False,), name=f"program {self.branch}", daemon=True).start()
+                        return
+                    except RuntimeError:    # there are too many: it runs here
+                        here = False
                 self._queue.popleft()
             try:
                 done = self._execute(node, where)
@@ -274,7 +276,7 @@ class ProgramState(Writer):
         return left and self._error is None
 
     def _raise(self) -> None:
-        self._told = True
+        self._error.told = True
         raise self._error
 
     # --------------------------------------------------------------------------------------------------------- forks and joins
@@ -306,14 +308,14 @@ class ProgramState(Writer):
             child._settle()
         for child in children:
             child._give_up_hold()
-        for child in children:
-            if child._error is not None:
-                child._raise()
+        errors = [child._error for child in children if child._error is not None]
+        for error in errors:            # whoever is told of the first knows that the fork has failed
+            error.told = True
+        if errors:
+            raise errors[0]
         self._trace._join([child._trace for child in children], mode, where)
         new = [name for child in children for name in child._vars] if mode == "gather_variable" else []
-        node = ir.Join(mode, children)
-        node.names = lambda: tuple(new)
-        self._append([(node, where)])
+        self._append([(ir.Join(mode, children, new), where)])
 
     def _gather(self, node: ir.Join) -> None:
         if node.mode == "concate_and_append":
@@ -363,8 +365,6 @@ class ProgramState(Writer):
                         self._generate(leaf, Thoughts(node.model_type, self._text))
                     else:
                         self._execute(leaf, where)
-            case ir.CommitLazy():
-                self._ask({"max_tokens": 0})
             case ir.Image():
                 self._add_picture(node)
             case _:
@@ -434,6 +434,8 @@ class ProgramState(Writer):
             params["logprobs"] = params.pop("top_logprobs_num", None) or 0
             if (start := params.pop("logprob_start_len", None)) is not None and start >= 0:
                 params |= {"prompt_logprobs": params["logprobs"], "logprob_start_len": start}
+        elif lost := sorted(params.keys() & {"top_logprobs_num", "logprob_start_len", "return_text_in_logprobs"}):
+            raise ValueError(f"{lost[0]} says something of log-probabilities, but return_logprob is not set")
         if params.get("seed") is not None and "seed" not in node.params:     # a run's seed: other noise for every gen, the same every time
             text = f"{params['seed']}/{self.branch}/{self._gens}"
             params["seed"] = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) >> 1
@@ -446,7 +448,8 @@ class ProgramState(Writer):
         if self.run.is_chat and (self._role != "assistant" or self._parts):
             raise ValueError("a chat API begins its answers itself: gen stands right behind the beginning of an assistant message, with nothing "
                              "before it. (function(num_api_spec_tokens=...) asks for a turn of texts and gens as a whole.)")
-        if self.run.spec_tokens and not self.run.is_chat and single:
+        sized = {"max_tokens", "min_tokens"} & set(node.params)     # tokens of a longer text cannot be counted
+        if self.run.spec_tokens and not self.run.is_chat and single and not sized:
             outputs = [self._leftover.take(self._text, params, lambda longer: self._ask(longer)[0], self.run.spec_tokens, self.run.saved)]
         elif self.run.stream and single and hasattr(self.run.backend, "stream"):
             outputs = [self._ask_streaming(node.name, params, thoughts)]
@@ -456,7 +459,7 @@ class ProgramState(Writer):
         with self._changed:
             self._live, self._live_name = "", None
             if thoughts is not None:
-                thought, texts = zip(*map(thoughts.split, texts))
+                thought, texts = zip(*(thoughts.split(text, final=True) for text in texts))
                 if node.name is not None:
                     self._set(f"{node.name}_reasoning_content", thought[0] if single else list(thought))
             self._set(node.name, texts[0] if single else list(texts), meta[0] if single else meta)
@@ -476,13 +479,13 @@ class ProgramState(Writer):
     @contextlib.contextmanager
     def _named(self) -> Iterator[dict[str, str]]:
         """What a state's first request says of the hold that waits for it."""
-        hold, self._hold = self._hold, None
+        hold, self._hold, used = self._hold, None, False
         try:
-            yield {} if hold is None else {"parent": hold.spend(used=True)}
-        except BaseException:
+            yield {} if hold is None else {"parent": hold.name}
+            used = True
+        finally:
             if hold is not None:
-                hold.fail()
-            raise
+                hold.spend(used)
 
     def _ask_streaming(self, name: str | None, params: dict[str, Any], thoughts: Thoughts | None) -> Any:
         pieces, text = [], ""
@@ -514,7 +517,11 @@ class ProgramState(Writer):
             raise ValueError("a turn that is asked for as a whole holds texts and gens only")
         if not gens:
             return self._add_text("".join(node.value for node, _ in turn))
-        params = self._params(ir.Gen(None, {"max_tokens": self.run.spec_tokens}))
+        asked = [{name: value for name, value in gen.params.items() if name != "stop"} for gen in gens]
+        if (single := sorted(set(asked[0]) - SHARED)) or any(other != asked[0] for other in asked):
+            raise ValueError("the gens of a turn that is asked for as a whole differ in nothing but their stops"
+                             + (f", and none can have {single[0]}" if single else ""))
+        params = self._params(ir.Gen(None, {**asked[0], "max_tokens": self.run.spec_tokens}))
         params.pop("stop", None)
         for _ in range(TRIES):
             output = self._ask(params)[0]
@@ -538,10 +545,9 @@ class ProgramState(Writer):
         self._changed.wait_for(lambda: self._error is not None or ready())
 
     def _settle(self) -> None:
-        """Wait for all that was written, or an error; in a streaming run for all that the program will write, unless it is the program that waits."""
-        mine = threading.get_ident() == self.run.thread
+        """Wait for all that was written, or an error; the caller of a streaming run, for all that the program will write."""
         with self._changed:
-            self._wait(lambda: not self._busy and (mine or self._ended))
+            self._wait(lambda: not self._busy and (self._ended or not self._outside))
 
     def sync(self) -> None:
         """Wait for all that was written. ProgramError if it failed."""
@@ -552,10 +558,10 @@ class ProgramState(Writer):
     def get_var(self, name: str) -> Any:
         """A variable's value, as soon as it is there. KeyError where nothing sets it."""
         with self._changed:
-            if self._turn is not None and any(name in node.names() for node, _ in self._turn):
+            in_turn = lambda: self._turn is not None and any(name in node.names() for node, _ in self._turn)     # noqa: E731
+            self._wait(lambda: self._started and self._pending[name] <= 0 and (name in self._vars or self._ended or not self._outside) or in_turn())
+            if in_turn() and not self._outside:
                 raise ValueError(f"{name!r} is part of a turn that is asked for as a whole: it can be read behind the assistant message")
-            others = threading.get_ident() != self.run.thread      # the program may still come to it, unless it is the program that reads
-            self._wait(lambda: self._started and self._pending[name] <= 0 and (name in self._vars or self._ended or not others))
             if name in self._vars and (self._error is None or self._pending[name] <= 0):
                 return self._vars[name]
             if self._error is not None:
@@ -593,7 +599,8 @@ class ProgramState(Writer):
     def error(self) -> Exception | None:
         """What has failed, or None. Waits for all that was written."""
         self._settle()
-        self._told = True
+        if self._error is not None:
+            self._error.told = True
         return self._error
 
     @property
@@ -638,7 +645,7 @@ class ProgramState(Writer):
 
     def _is_over(self, name: str | None) -> bool:
         if name is None or name not in self._vars and self._pending[name] <= 0:
-            return self._ended and not self._busy
+            return not self._busy and (self._ended or not self._outside)
         return self._started and self._pending[name] <= 0
 
     def _end(self, ended: bool, error: BaseException | None = None) -> None:
@@ -650,6 +657,19 @@ class ProgramState(Writer):
             self._fail(error, None, raised_at(error))
 
     _ended = True       # a streaming run says when
+    _outside = False    # is this how the caller of a streaming run sees the state?
+
+    def _seen_from_outside(self) -> ProgramState:
+        """The same state for the caller of a streaming run: who reads there waits for what the program may still come to."""
+        view = object.__new__(Outside)
+        view.__dict__ = self.__dict__
+        return view
+
+
+class Outside(ProgramState):
+    """A state as the caller of a streaming run has it."""
+
+    _outside = True
 
 
 # ---------------------------------------------------------------------------------------------------------------------- outputs
@@ -661,11 +681,11 @@ class Thoughts:
         self.opening, self.closing = THINKING.get(model_type, THINK)
         self.opened = model_type in ALWAYS_THINKS or prompt.rstrip().endswith(self.opening)
 
-    def split(self, text: str) -> tuple[str, str]:
-        """Thoughts and answer of a text that may still grow: the answer only grows with it."""
+    def split(self, text: str, final: bool = False) -> tuple[str, str]:
+        """Thoughts and answer of a text that, unless it is `final`, may still grow: the answer only grows with it."""
         begun = text.lstrip()
         if not self.opened and not begun.startswith(self.opening):
-            return "", "" if self.opening.startswith(begun) else text
+            return "", "" if self.opening.startswith(begun) and not final else text
         thoughts, _, answer = begun.removeprefix(self.opening).partition(self.closing)
         return thoughts.strip(), answer.lstrip()
 

@@ -17,7 +17,8 @@ same program. `trace` gives every argument a symbol instead of a value, and the 
 
 Names. A *symbol* stands for a value that tracing has not: an argument, or what the model will have written (`variable`). It can be written, and
 added to text; whoever wants to see it (f-strings, `if`, `len`) gets a TracingError, for the program's course depends on it. A *leaf* is a node that
-is not made of others. A *branch* is the path of forks down to a state: "" the program's own, "1" its second child, "1.0" that one's first.
+is not made of others. A *branch* is the path of forks down to a state: "" the program's own, "1" its second child, "1.0" that one's first; "2:1" is
+the second child of a state's third fork.
 
 `constant_prefix` traces a program for a whole batch of arguments: those that are the same in all of it are values, the others symbols. What is
 written before the first symbol, or the first thing that a model has to say, is what all of them begin with, and needs to be prefilled once.
@@ -229,11 +230,11 @@ class CommitLazy(Expr):
 
     kind = "lazy_commit"
 
-    def __init__(self, children: int = 0):
+    def __init__(self, children: int):
         self.children = children
 
     def __repr__(self) -> str:
-        return f"{self.kind} for {self.children}" if self.children else self.kind
+        return f"{self.kind} for {self.children}"
 
 
 class Fork(Expr):
@@ -265,8 +266,11 @@ class Join(Expr):
 
     kind = "join"
 
-    def __init__(self, mode: str, children: Sequence = ()):
-        self.mode, self.children = mode, children
+    def __init__(self, mode: str, children: Sequence = (), new: Sequence[str] = ()):
+        self.mode, self.children, self.new = mode, children, new
+
+    def names(self) -> tuple[str, ...]:
+        return tuple(self.new)
 
     def __repr__(self) -> str:
         return f"join ({self.mode})"
@@ -489,8 +493,10 @@ class Trace(Writer):
         if size > 1 and self.nodes:
             self._add(CommitLazy(size), where)
         node = self._add(Fork(size), where)
+        fork, self._forks = self._forks, self._forks + 1
         for index in range(size):
-            child = Trace(self.graph, f"{self.branch}.{index}" if self.branch else str(index), self._after)
+            name = f"{fork}:{index}" if fork else str(index)
+            child = Trace(self.graph, f"{self.branch}.{name}" if self.branch else name, self._after)
             child._set = dict(self._set)
             child._add(ForkItem(index), where)
             node.children.append(child)

@@ -230,8 +230,8 @@ class Function:
         functools.update_wrapper(self, func)
         self.func, self.num_api_spec_tokens, self.bound = func, num_api_spec_tokens, bound or {}
         self.parameters = ir.parameters(func)
-        if clash := sorted({p.name for p in self.parameters} & {*_RUN_OPTIONS, *_KEYWORDS}):
-            raise ValueError(f"{func.__name__}: the parameter {clash[0]} has the name of an option of run; call it something else")
+        if any(p.kind is p.VAR_POSITIONAL for p in self.parameters):
+            raise ValueError(f"{func.__name__}: the parameters of a program have names, and what *{self.parameters[-1].name} takes has none")
 
     def bind(self, **values: Any) -> Function:
         """The program with some of its arguments fixed."""
@@ -245,7 +245,7 @@ class Function:
                             f"{', '.join(_RUN_OPTIONS)}")
 
     def _values(self, args: Sequence[Any], values: dict[str, Any]) -> dict[str, Any]:
-        free = [p.name for p in self.parameters if p.name not in self.bound]
+        free = [p.name for p in self.parameters if p.name not in self.bound and p.kind is not p.VAR_KEYWORD]
         if len(args) > len(free):
             raise TypeError(f"{self.__name__} takes {len(free)} arguments, {len(args)} were given")
         self._check(values)
@@ -253,7 +253,7 @@ class Function:
             raise TypeError(f"{self.__name__}: {twice[0]} was given twice")
         found = {**self.bound, **dict(zip(free, args)), **values}
         for p in self.parameters:
-            if p.name not in found and p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD):
+            if p.name not in found and p.default is p.empty and p.kind is not p.VAR_KEYWORD:
                 raise TypeError(f"{self.__name__} lacks its argument {p.name}")
         return found
 
@@ -261,13 +261,15 @@ class Function:
         """Run it; SamplingParams given here (max_new_tokens, temperature, ...) are for gens that do not say otherwise. Waits for all that the program
         has written, unless it streams. ProgramError where a node has failed; what the program itself raises comes as it is."""
         options, values = _split(given)
+        if clash := sorted({p.name for p in self.parameters} & {name for name in given if name in _RUN_OPTIONS}):
+            raise TypeError(f"{self.__name__} has a parameter {clash[0]}, which is an option of run, too: give it by its place, or in bind")
         run = Run(_backend(backend), options, stream, use_thread and config.parallel, self.num_api_spec_tokens, config.hints)
         values = self._values(args, values)
         state = ProgramState(run, trace=Graph(self.__name__).root)
         if stream:
             state._end(False)
             threading.Thread(target=self._go, args=(state, values), name=self.__name__, daemon=True).start()
-            return state
+            return state._seen_from_outside()
         if (error := self._go(state, values)) is not None:
             raise error
         if config.verbosity >= 2:
@@ -276,16 +278,21 @@ class Function:
 
     def _go(self, state: ProgramState, values: dict[str, Any]) -> BaseException | None:
         """Run it on a state to its end. Returns what it raised, or what went wrong unseen."""
-        state.run.thread, error = threading.get_ident(), None
+        error = None
         try:
             state.ret_value = self.func(state, **values)
         except BaseException as raised:
             error = raised
         try:
-            state.run.finish(stopped=error)
-        except ProgramError as raised:
-            error = error or raised
-        state._end(True, error)
+            try:
+                state.run.finish(stopped=error)
+            except ProgramError as raised:
+                error = error or raised
+            except BaseException as raised:     # Ctrl-C while it waited: what has not begun does not
+                error = raised
+                state.run.finish(stopped=raised)
+        finally:
+            state._end(True, error)
         if error is not None and not isinstance(error, Exception) and threading.current_thread() is threading.main_thread():
             raise error
         return error
@@ -367,7 +374,6 @@ class Function:
         return self.run(*args, **values)
 
 
-_KEYWORDS = ("backend", "stream", "use_thread", "num_threads", "progress_bar", "generator_style")
 _RUN_OPTIONS = ("max_new_tokens", "max_tokens", "min_tokens", "n", "stop", "stop_token_ids", "stop_regex", "temperature", "top_p", "top_k", "min_p",
                 "frequency_penalty", "presence_penalty", "repetition_penalty", "ignore_eos", "return_logprob", "logprob_start_len",
                 "top_logprobs_num", "return_text_in_logprobs", "seed", "logit_bias", "skip_special_tokens")

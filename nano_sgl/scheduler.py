@@ -608,8 +608,8 @@ class Scheduler:
         return True
 
     def _drop_holds(self, wanted: int) -> bool:
-        """Give up what holds keep, until so many slots can be had; whether they can."""
-        while wanted > self._free_slots and self.holds.drop_oldest():
+        """Give up what holds keep, until so many slots can be had; whether they can. None is given up where all together would not do."""
+        while self._free_slots < wanted <= self._free_slots + self.holds.tokens and self.holds.drop_oldest():
             pass
         return wanted <= self._free_slots
 

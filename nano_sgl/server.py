@@ -202,21 +202,23 @@ class Service:
 
     async def serve(self, request: fastapi.Request, read: Callable[[Reader, bytes], Call], in_line_bytes: int = IN_LINE_BYTES) -> Response:
         """One call from its body to its answer. in_line_bytes: longer bodies are read in a thread."""
-        reader = self.ready_reader()
-        raw = await read_body(request)
-        if len(raw) <= in_line_bytes:
-            call = read(reader, raw)
-        else:
-            call = await asyncio.get_running_loop().run_in_executor(self.pool, read, reader, raw)
+        call = await self._read(request, read, in_line_bytes)
         stream = self.engine.open(call.requests)
         try:
             return await race(request.receive, self._stream(call, stream) if call.stream else self._answer(call, stream))
         except RequestError as error:
             raise call.answer.blame(error) from error
 
+    async def _read(self, request: fastapi.Request, read: Callable[[Reader, bytes], Call], in_line_bytes: int = IN_LINE_BYTES) -> Call:
+        reader = self.ready_reader()
+        raw = await read_body(request)
+        if len(raw) <= in_line_bytes:
+            return read(reader, raw)
+        return await asyncio.get_running_loop().run_in_executor(self.pool, read, reader, raw)
+
     async def hold(self, request: fastapi.Request) -> Response:
         """Start a call whose prefix is kept, and answer with its name; nobody waits for its end, nor hears of an error in it."""
-        call = self.ready_reader().hold(await read_body(request))
+        call = await self._read(request, Reader.hold)
         task = asyncio.create_task(self._answer(call, self.engine.open(call.requests)))
         self._holding.add(task)
         task.add_done_callback(lambda done: (self._holding.discard(done), done.cancelled() or done.exception()))

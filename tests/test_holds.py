@@ -307,8 +307,8 @@ def test_holds_against_a_model():
                 holds.arrive(name)
                 if name in open_:
                     open_[name] -= 1
-                elif name in kept:
-                    kept[name][0] -= 1
+                elif name in kept:                  # its time begins anew, and it is the youngest
+                    kept[name] = [kept.pop(name)[0] - 1, now + HOLD_S]
             elif what == "drop":
                 assert holds.drop(name) == (name in open_ or name in kept)
                 open_.pop(name, None), kept.pop(name, None)

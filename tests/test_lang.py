@@ -452,6 +452,106 @@ def test_no_backend_and_no_such_method():
         run(lambda s: s.__iadd__(sgl.user(sgl.video("cat.mp4", 4))) and None)
 
 
+def test_a_fork_that_failed_is_told_once():
+    """Whoever catches a join's error has been told of all branches, and of what kept them from being born."""
+    def program(s, bad):
+        s += "p"
+        forks = s.fork(3)
+        forks += [sgl.gen("v", regex="("), sgl.gen("v", regex="("), sgl.gen("v")]
+        try:
+            forks.join()
+        except sgl.ProgramError:
+            return "fallback"
+    assert run(program, Scripted(failing), bad=0).ret_value == "fallback"
+    backend = Scripted()
+    backend.hold = failing_hold
+    assert run(program, backend, bad=0).ret_value == "fallback"
+
+
+def failing_hold(*_, **__):
+    raise ValueError("no room")
+
+
+def test_a_release_that_fails_ends_nothing(caplog):
+    def program(s, lazy):
+        s += "p"
+        forks = s.fork(2)
+        if not lazy:
+            forks += sgl.gen("v")
+        forks.join()
+        s += "end"
+    backend = Scripted()
+    backend.release = failing_hold
+    assert run(program, backend, lazy=True).text() == "pend" and "could not be released" in caplog.text
+    assert "".join(sgl.function(program).run(backend=backend, stream=True, lazy=True).text_iter()) == "pend"
+    assert [s.text() for s in shots.run_batch([("e", "1?"), ("e", "2?")], backend=backend)]
+
+
+def test_a_hold_is_released_behind_the_last_request():
+    backend, order = Scripted(lambda *a: order.append("asked") or "x"), []
+    backend.release = lambda hold: order.append("released")
+
+    def program(s):
+        s += "p"
+        forks = s.fork(2)
+        forks[1].sync()
+        with pytest.raises(sgl.ProgramError):
+            forks[0].__iadd__(sgl.gen("v", dtype="nothing")) and forks[0].sync()
+        s += ""
+        forks[1].__iadd__(sgl.gen("v"))
+        forks[1].sync()
+    run(program, backend)
+    assert order == ["asked", "released"]
+
+
+def test_branches_of_every_fork_have_their_own_names_and_noise():
+    def program(s):
+        for _ in range(3):
+            with s.copy() as t:
+                t += sgl.gen("v")
+        forks = s.fork(2)
+        forks += sgl.gen("w")
+        forks.join()
+    backend = Scripted()
+    state = run(program, backend, seed=1)
+    assert len({params["seed"] for _, params in backend.asked}) == 5
+    assert [node.branch for node in state.graph.nodes if node.expr.kind == "gen"] == ["0", "1:0", "2:0", "3:0", "3:1"]
+
+
+def test_where_no_thread_can_be_started_it_runs_where_it_is_written(monkeypatch):
+    def refuse(self):
+        raise RuntimeError("can't start new thread")
+
+    def program(s):
+        forks = s.fork(3)
+        forks += lambda i: f"{i}" + sgl.gen("v")
+        forks.join()
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    assert run(program)["v"] == ["x"] * 3
+
+
+def test_ctrl_c_while_run_waits_leaves_out_what_has_not_begun():
+    gate = threading.Event()
+
+    def answer(prompt, params):
+        gate.wait(LIMIT_S)
+        return "x"
+
+    def program(s):
+        for _ in range(5):
+            s += sgl.gen("v")
+    backend, settle = Scripted(answer), sgl.ProgramState._settle
+
+    def interrupted(self):
+        sgl.ProgramState._settle = settle
+        threading.Timer(0.05, gate.set).start()
+        raise KeyboardInterrupt
+    sgl.ProgramState._settle = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        run(program, backend)
+    assert len(backend.asked) == 1
+
+
 # --------------------------------------------------------------------------------------------------------------------------- streams
 
 def test_text_iter_yields_as_it_comes_and_all_of_it():
@@ -476,6 +576,17 @@ def test_text_iter_yields_as_it_comes_and_all_of_it():
     state = function.run(backend=Scripted(answer), stream=True)
     assert "".join(state.text_iter("b")) == "world" == state["b"]
     assert [p for p in function.run(backend=Scripted(answer)).text_iter("a")] == ["hello"]
+
+
+def test_a_streaming_program_may_read_itself_and_ask_others_to():
+    import concurrent.futures
+
+    def program(s):
+        s += "a" + sgl.gen("v")
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            return "".join(s.text_iter()), pool.submit(s.text).result(LIMIT_S), s.messages()
+    state = sgl.function(program).run(backend=Scripted(), stream=True)
+    assert state.text() == "ax" and state.ret_value == ("ax", "ax", [])
 
 
 def test_text_async_iter_with_meta_data():
@@ -542,6 +653,7 @@ def test_thoughts_are_separated_from_the_text(stream):
 def test_how_thoughts_are_told_from_answers(model, prompt, text, thoughts, answer):
     reader = Thoughts(model, prompt)
     assert reader.split(text) == (thoughts, answer)
+    assert Thoughts("qwen3", "").split(" <", final=True) == ("", " <")
     shown = [reader.split(text[:n])[1] for n in range(len(text) + 1)]
     assert all(later.startswith(earlier) for earlier, later in zip(shown, shown[1:]))
 
@@ -684,8 +796,14 @@ def test_bind_call_cache_and_wrong_signatures():
         sgl.set_default_backend(None)
     with pytest.raises(ValueError, match="must be called s"):
         sgl.function(lambda state: None)
-    with pytest.raises(ValueError, match="temperature"):
-        sgl.function(lambda s, temperature: None)
+    sized = sgl.function(lambda s, n: s.__iadd__("x" * n) and None)     # an option's name: by its place, or in a batch
+    assert sized.run(3, backend=backend).text() == "xxx" and sized.run_batch([{"n": 2}], backend=backend)[0].text() == "xx"
+    with pytest.raises(TypeError, match="parameter n, which is an option"):
+        sized.run(n=3, backend=backend)
+    with pytest.raises(ValueError, match=r"\*names"):
+        sgl.function(lambda s, *names: None)
+    more = sgl.function(lambda s, q, **more: s.__iadd__(q + more["r"]) and None)
+    assert more.run("a", r="b", backend=backend).text() == "ab"
     with pytest.raises(TypeError, match="twice"):
         bound.run("q?", question="q?", backend=backend)
 
@@ -787,6 +905,38 @@ def test_a_turn_of_a_chat_is_one_call_tried_again_where_its_texts_are_missing():
     answers[:] = ["no"] * 3
     with pytest.raises(sgl.ProgramError, match="3 answers to this turn"):
         card.run(backend=backend)
+
+
+def test_a_turn_is_one_call_for_gens_that_ask_for_the_same():
+    def run_turn(*gens, read=None):
+        @sgl.function(num_api_spec_tokens=16)
+        def program(s):
+            s += sgl.user("q") + sgl.assistant("A:" + gens[0] + " B:" + gens[1])
+            s += sgl.user("r") + sgl.assistant_begin() + sgl.gen("late")
+            if read:
+                return s[read]
+            s += sgl.assistant_end()
+        backend = Scripted(lambda messages, params: "A: a B: b" if len(messages) < 3 else "c")
+        backend.is_chat_model = True
+        return program.run(backend=backend), backend
+    state, backend = run_turn(sgl.gen("a", temperature=0), sgl.gen("b", temperature=0))
+    assert (state["a"], state["b"]) == (" a", " b") and backend.asked[0][1] == {"max_tokens": 16, "temperature": 0}
+    for bad in (dict(regex="[0-9]+"), dict(n=3), dict(max_tokens=2)):
+        with pytest.raises(sgl.ProgramError, match="none can have"):
+            run_turn(sgl.gen("a", **bad), sgl.gen("b", **bad))
+    with pytest.raises(sgl.ProgramError, match="nothing but their stops"):
+        run_turn(sgl.gen("a", temperature=0), sgl.gen("b"))
+    with pytest.raises(ValueError, match="behind the assistant message"):
+        run_turn(sgl.gen("a"), sgl.gen("b"), read="late")
+
+
+def test_gens_with_a_length_of_their_own_are_asked_for_alone():
+    @sgl.function(num_api_spec_tokens=64)
+    def program(s):
+        s += "Name:" + sgl.gen("name", stop="\n", max_tokens=3)
+    backend = Scripted(lambda *a: "x")
+    program.run(backend=backend)
+    assert backend.asked[0][1]["max_tokens"] == 3 and backend.asked[0][1]["stop"] == ["\n"]
 
 
 def test_a_chat_api_cannot_go_on_with_a_begun_answer():
