@@ -17,6 +17,14 @@ torch.set_num_threads(1)
 CASES = Path(__file__).parent / "cases"
 
 
+def pytest_collection_modifyitems(config, items):
+    """Where other people's cases are not at hand, their tests are not there: pytest would make one of each empty set, to be skipped."""
+    empty = [] if "NANO_SGL_CASES" in os.environ else [item for item in items if "NOTSET" in item.name]
+    items[:] = [item for item in items if item not in empty]
+    if empty:
+        config.hook.pytest_deselected(items=empty)
+
+
 @pytest.fixture(scope="session")
 def demo_path() -> Path:
     """The demo model's directory; prepared once for all runs."""

@@ -356,7 +356,7 @@ def test_a_model_verifies_a_tree_as_it_would_run_each_branch(kernel_set, window,
     net = model.load(tiny.checkpoint(tmp_path, "mistral", sliding_window=window or None), progress=False)
     rng, texts, new = np.random.default_rng(window), [tiny.ids(n, n) for n in (150, 40, 70, 6)], [tiny.ids(n, n + 1) for n in (64, 20, 1, 15)]
     trees = [random_draft(rng, 64), None, None, random_draft(rng, 15)]
-    for calls in (native.ANY, 0):
+    for calls in (native.ANY, 0) if kernel_set == "cpp" else (0,):
         monkeypatch.setattr(native, "few", lambda *args: calls)
         batch, alone = Verifier(net, kernel_set), Verifier(net, kernel_set)
         batch.step(*((row, 0, text, None) for row, text in enumerate(texts)))

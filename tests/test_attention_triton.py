@@ -41,9 +41,10 @@ def test_every_group_and_head_dim(group, dim):
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("trees", [False, True])
 @pytest.mark.parametrize("page", [1, 16])
-def test_nested_runs_blocks_splits_and_trees(page, trees, dtype):
+@pytest.mark.parametrize("cases", [2, pytest.param(4, marks=pytest.mark.long)])
+def test_nested_runs_blocks_splits_and_trees(cases, page, trees, dtype):
     rng = np.random.default_rng([page, trees, dtype.itemsize])
-    for case in range(4):
+    for case in range(cases):
         group = [3, 1, 4, 7][case]
         batch = ragged(rng, 5, q_max=[40, 8][case % 2], kv_max=200, page=page, trees=trees)
         check(batch, group, 2, 16, dtype, split_everything(group), seed=case)
@@ -107,7 +108,7 @@ def test_the_item_count_is_read_on_the_device():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32] + FLOATS[2:])
-@pytest.mark.parametrize("dim", [16, 48, 64, 80, 96, 128])
+@pytest.mark.parametrize("dim", [48, 80, 96, *(pytest.param(dim, marks=pytest.mark.long) for dim in (16, 64, 128))])
 def test_head_dims_that_are_no_power_of_two(dim, dtype):
     """F055: prefill and decode against plain torch attention."""
     torch.manual_seed(0)

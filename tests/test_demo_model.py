@@ -154,7 +154,7 @@ def test_many_threads_one_model(llm):
     assert got == [NUMBERS] * 6
 
 
-@pytest.mark.parametrize("drafter", ["ngram", "radix", "ngram+radix"])
+@pytest.mark.parametrize("drafter", [pytest.param("ngram", marks=pytest.mark.long), pytest.param("radix", marks=pytest.mark.long), "ngram+radix"])
 def test_seeded_texts_are_the_same_with_guesses(llm, drafter):
     """Greedy and at any temperature, top-k, top-p, min-p and penalty; asked twice, so that there are answers to guess from."""
     kinds = [dict(temperature=0), dict(temperature=0.7, seed=1), dict(temperature=1, top_k=20, seed=2), dict(temperature=1, top_p=0.9, seed=3),
@@ -164,9 +164,9 @@ def test_seeded_texts_are_the_same_with_guesses(llm, drafter):
     prompts = [COUNT, text * 3 + text[:20], "def add(a, b):\n    return a + b\n\ndef add(a, b):\n"]
     asked = [(prompt, SamplingParams(max_tokens=24, ignore_eos=True, logprobs=1, **kind)) for prompt in prompts for kind in kinds]
     with LLM("demo", dtype="float32", max_total_tokens=8192, speculative_algorithm=drafter, speculative_draft_length="fixed") as guessing:
+        plain = llm.generate(*map(list, zip(*asked)))
         for turn in range(2):
-            plain, guessed = (made.generate(*map(list, zip(*asked))) for made in (llm, guessing))
-            for a, b in zip(plain, guessed):
+            for a, b in zip(plain, guessing.generate(*map(list, zip(*asked)))):
                 assert a.output_ids == b.output_ids and a.finish_reason == b.finish_reason
                 engines.close(b.logprobs, a.logprobs)
         assert guessing.engine.speculation.total.accepted > 40
@@ -178,7 +178,7 @@ def test_seeded_texts_are_the_same_with_guesses(llm, drafter):
     dict(choice=["Paris", "Parison", "the capital", "é"]), dict(json_object=True)], ids=lambda given: next(iter(given)))
 def test_samples_under_a_grammar_parse(llm, given):
     """At temperature 1, as Python's own `re`, `json` and an Earley recogniser read them; where the length ends a text, more could follow."""
-    outputs = llm.generate("Answer: ", SamplingParams(temperature=1, seed=3, n=8, max_tokens=90, **given))
+    outputs = llm.generate("Answer: ", SamplingParams(temperature=1, seed=3, n=4, max_tokens=80, **given))
     kind, text, _ = SamplingParams(**given).grammar
     for output in outputs:
         assert output.finish_reason in ("stop", "length") and output.error is None
@@ -187,7 +187,7 @@ def test_samples_under_a_grammar_parse(llm, given):
         if output.finish_reason == "stop":
             assert reader.accepted() and (kind != "regex" or re.fullmatch(text, output.text))
             assert kind != "json_object" or isinstance(json.loads(output.text), dict)
-    assert sum(output.finish_reason == "stop" for output in outputs) >= (2 if kind in ("json_object", "ebnf") else 6)
+    assert sum(output.finish_reason == "stop" for output in outputs) >= (1 if kind in ("json_object", "ebnf") else 3)
 
 
 def test_scores_are_those_of_transformers(llm, demo_path):

@@ -58,9 +58,10 @@ def parting(seed: int, n: int) -> list:
 
 @pytest.mark.parametrize("device", [None, "thread", "late"])
 @pytest.mark.parametrize("page", [4, 16])
-def test_what_is_copied_of_a_page_gives_the_answers_of_the_plain_engine(path, reference, page, device):
+@pytest.mark.parametrize("seeds", [2, pytest.param(4, marks=pytest.mark.long)])
+def test_what_is_copied_of_a_page_gives_the_answers_of_the_plain_engine(path, reference, seeds, page, device):
     """Arrivals over the run, forks of requests that are running, aborts, chunks, a pool that is short."""
-    for seed in range(4):
+    for seed in range(seeds):
         rng, flags = random.Random(seed), dict(page_size=page, max_total_tokens=(352, 2048)[seed % 2], max_running_requests=7, chunked_prefill_size=48)
         engine = engines.overlapped(path, device, **flags) if device else engines.make(path, **flags)
         engine.scheduler.ratio = 0.1
@@ -294,13 +295,14 @@ def test_flags_have_help_and_a_type():
     assert all(f.metadata["help"] for f in fields(EngineConfig)) and torch.get_num_threads() == 1
 
 
+@pytest.mark.parametrize("count", [150, pytest.param(400, marks=pytest.mark.long)])
 @pytest.mark.parametrize("page", [1, 16])
-def test_a_long_run_with_aborts_in_a_small_pool(path, reference, page):
-    """F013: 400 requests over 8 prefixes, 6 at a time, 15 % aborted after 1 to 10 tokens; then probes. Every answer is the plain engine's."""
+def test_a_long_run_with_aborts_in_a_small_pool(path, reference, page, count):
+    """F013: requests over 8 prefixes, 6 at a time, 15 % aborted after 1 to 10 tokens; then probes. Every answer is the plain engine's."""
     rng = random.Random(page)
     prefixes = [prompt(rng.randrange(10, 120), 200 + i) for i in range(8)]
     requests = [request(f"s{i}", [*rng.choice(prefixes), *prompt(rng.randrange(1, 20), rng.randrange(20))], params(max_tokens=rng.randrange(1, 16)))
-                for i in range(400)]
+                for i in range(count)]
     engine = engines.make(path, max_total_tokens=608, page_size=page, max_running_requests=6)
     engine.scheduler.ratio = 0.1
     doomed = {r.rid: rng.randrange(1, 11) for r in requests if rng.random() < 0.15}
@@ -314,7 +316,7 @@ def test_a_long_run_with_aborts_in_a_small_pool(path, reference, page):
                 engine.abort(rid)
 
     answers = run(engine, [], each_step, limit=20_000)
-    assert len(answers) == 400
+    assert len(answers) == count
     for r in requests:
         expected = reference(r).ids
         assert answers[r.rid].ids == (expected if answers[r.rid].reason == "length" else expected[:len(answers[r.rid].ids)])

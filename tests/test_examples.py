@@ -1,9 +1,9 @@
 """Every program in examples/ runs with the demo model, and prints what it is there to show."""
 
 import ast
+import contextlib
 import re
 import runpy
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -29,9 +29,21 @@ def test_every_example_is_tested_and_fits_a_screen():
         assert len(source.splitlines()) < 40 and f"python examples/{path.name}" in ast.get_docstring(ast.parse(source)), path
 
 
+@pytest.fixture(scope="module")
+def shared(demo_path):
+    """Of all examples: each finds it without a cache. float32, since bfloat16's rounding differs between machines."""
+    with nano_sgl.LLM("demo", dtype="float32", max_total_tokens=4096) as made:
+        yield made
+
+
 @pytest.mark.parametrize("name", sorted(SHOWS))
-def test_an_example_shows_what_it_says(demo_path, capsys, monkeypatch, name):
-    monkeypatch.setattr(nano_sgl, "LLM", partial(nano_sgl.LLM, dtype="float32"), raising=False)  # bfloat16's rounding differs between machines
+def test_an_example_shows_what_it_says(shared, capsys, monkeypatch, name):
+    def llm(model, dtype="float32", max_total_tokens=4096):
+        assert (model, dtype, max_total_tokens) == ("demo", "float32", 4096)
+        return contextlib.nullcontext(shared)
+
+    shared.flush_cache()
+    monkeypatch.setattr(nano_sgl, "LLM", llm, raising=False)
     runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
     out = capsys.readouterr().out
     assert all(re.search(pattern, out) for pattern in SHOWS[name]), out

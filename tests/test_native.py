@@ -14,36 +14,69 @@ from kernel_sets import SETS
 from nano_sgl import kernels, native
 
 ROOT = Path(__file__).parent.parent
-LOAD = "import logging; logging.basicConfig(); from nano_sgl import native; print(native.library() is not None)"
+LOAD = ("import logging, os, pathlib; logging.basicConfig(); from nano_sgl import native; "
+        "native.SOURCE = pathlib.Path(os.environ['SOURCE']); print(native.library() is not None)")
 HAS_COMPILER = len(SETS) > 1
+SLOWLY = """#!/bin/sh
+case "$*" in *-c*) echo >> "$0.runs"; for _ in 1 2 3 4 5 6 7 8 9 10; do [ $(wc -l < "$0.runs") = 2 ] && break; sleep 1; done;; esac
+exec c++ "$@"
+"""
 
 
-def start(cache: Path, code: str = LOAD, **env: str) -> subprocess.Popen:
-    return subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                            env=os.environ | {"NANO_SGL_CACHE": str(cache), "PYTHONPATH": str(ROOT)} | env)
+@pytest.fixture(scope="module")
+def source(tmp_path_factory) -> Path:
+    """As many functions as kernels.cpp has, and nothing in them: what is proved here is the building, and kernels.cpp takes half a minute."""
+    file = tmp_path_factory.mktemp("source") / "kernels.cpp"
+    file.write_text("".join(f'extern "C" long {name}() {{ return 0; }}\n' for name in native.FUNCTIONS))
+    return file
 
 
-def test_processes_that_build_at_once_and_one_that_finds_it_built(tmp_path):
-    both = [start(tmp_path) for _ in range(2)]
+@pytest.fixture
+def start(source):
+    def start(cache: Path, code: str = LOAD, **env: str) -> subprocess.Popen:
+        return subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                                env=os.environ | {"NANO_SGL_CACHE": str(cache), "PYTHONPATH": str(ROOT), "SOURCE": str(source)} | env)
+    return start
+
+
+def test_processes_that_build_at_once_and_one_that_finds_it_built(start, tmp_path):
+    slowly = tmp_path / "compiler"  # each waits for the other: so they do build at once
+    slowly.write_text(SLOWLY)
+    slowly.chmod(0o755)
+    given = {"CXX": str(slowly)} if HAS_COMPILER else {}
+    both = [start(tmp_path, **given) for _ in range(2)]
     assert [process.communicate(timeout=120)[0].strip() for process in both] == [str(HAS_COMPILER)] * 2
     made = list((tmp_path / "kernels").iterdir())
     assert len(made) == HAS_COMPILER  # and nothing half-made beside it
     if HAS_COMPILER:
         before = made[0].stat().st_mtime_ns
-        out, _ = start(tmp_path).communicate(timeout=120)
+        out, _ = start(tmp_path, **given).communicate(timeout=120)
         assert out.strip() == "True" and made[0].stat().st_mtime_ns == before
+        assert (tmp_path / "compiler.runs").read_text().count("\n") == 2
 
 
-@pytest.mark.parametrize("env, words", [
-    (dict(CXX="no-such-compiler"), "No such file or directory: 'no-such-compiler'"), (dict(CXX="false"), "not used"), (dict(CXX="g++ '"), "CXX is \"g++ '\""), (dict(PATH="/nowhere"), "no C++ compiler was found")])
-def test_without_a_compiler_one_line_says_so(tmp_path, env, words):
-    code = LOAD + "; native.library(); import torch; from nano_sgl import kernels; print(kernels.silu_mul(torch.ones(1, 4)).shape)"
-    out, err = start(tmp_path, code, **env).communicate(timeout=120)
-    assert out.splitlines() == ["False", "torch.Size([1, 2])"] and words in err
-    assert err.count("the C++ kernels are not used") == 1
+NONE = [(dict(CXX="no-such-compiler"), "No such file or directory: 'no-such-compiler'"), (dict(CXX="false"), "not used"),
+        (dict(CXX="g++ '"), "CXX is \"g++ '\""), (dict(PATH="/nowhere"), "no C++ compiler was found")]
+IN_TURN = LOAD.rpartition(";")[0] + """
+import sys, torch
+from nano_sgl import kernels
+for env in {}:
+    os.environ.update(env)
+    native._library.cache_clear()
+    print(native.library() is not None, native.library() is not None, kernels.silu_mul(torch.ones(1, 4)).shape)
+    print("next", file=sys.stderr)
+"""
 
 
-def test_a_cache_that_cannot_be_written_is_done_without(tmp_path):  # and a compiler may be several words
+def test_without_a_compiler_one_line_says_so(start, tmp_path):
+    envs = [dict(CXX="", PATH=os.environ["PATH"]) | env for env, _ in NONE]
+    out, err = start(tmp_path, IN_TURN.format(envs)).communicate(timeout=120)
+    assert out.splitlines() == ["False False torch.Size([1, 2])"] * len(NONE), err
+    for (_, words), said in zip(NONE, err.split("next\n"), strict=False):
+        assert said.count("the C++ kernels are not used") == 1 and words in said
+
+
+def test_a_cache_that_cannot_be_written_is_done_without(start, tmp_path):  # and a compiler may be several words
     (tmp_path / "kernels").write_text("a file where the folder should be")
     (tmp_path / "temporary").mkdir()
     out, err = start(tmp_path, TMPDIR=str(tmp_path / "temporary"), CXX="env c++" if HAS_COMPILER else "").communicate(timeout=120)
@@ -51,14 +84,19 @@ def test_a_cache_that_cannot_be_written_is_done_without(tmp_path):  # and a comp
     assert not list((tmp_path / "temporary").iterdir())  # nor does the process leave anything behind
 
 
-@pytest.mark.parametrize("damage", [lambda data: data[:100_000], lambda data: b"", lambda data: data[:-40] + b"?" + data[-39:]])
-def test_a_damaged_library_is_built_anew(tmp_path, damage):
-    start(tmp_path).communicate(timeout=120)
-    made = list((tmp_path / "kernels").iterdir())
-    for file in made:
-        file.write_bytes(damage(file.read_bytes()))
-    out, err = start(tmp_path).communicate(timeout=120)
-    assert out.strip() == str(HAS_COMPILER) and list((tmp_path / "kernels").iterdir()) == made, err
+def test_a_damaged_library_is_built_anew(start, tmp_path):
+    start(tmp_path / "whole").communicate(timeout=120)
+    made = list((tmp_path / "whole" / "kernels").iterdir())
+    damages = (lambda data: data[:len(data) // 2], lambda data: b"", lambda data: data[:-40] + b"?" + data[-39:])
+    caches = [tmp_path / str(n) / "kernels" for n in range(len(damages))]
+    for cache, damage in zip(caches, damages):
+        cache.mkdir(parents=True)
+        for file in made:
+            (cache / file.name).write_bytes(damage(file.read_bytes()))
+    out, err = start(tmp_path, IN_TURN.format([dict(NANO_SGL_CACHE=str(cache.parent)) for cache in caches])).communicate(timeout=120)
+    assert out.splitlines() == [f"{HAS_COMPILER} {HAS_COMPILER} torch.Size([1, 2])"] * len(damages), err
+    for cache in caches:
+        assert [file.read_bytes() for file in cache.iterdir()] == [file.read_bytes() for file in made] and not err.count("not used") * HAS_COMPILER
 
 
 @pytest.fixture(scope="module")

@@ -159,11 +159,11 @@ def test_F159_streamed_text_is_the_plain_text_is_the_decoded_ids(demo, tokenizer
                "<|im_start|>user\nhi<|im_end|>\n", "...", "日本", "ﬁ", "#!/bin/sh"]
 
     def body(prompt: str) -> dict:
-        return {"text": prompt, "sampling_params": {"max_new_tokens": 48, "temperature": 0}}
+        return {"text": prompt, "sampling_params": {"max_new_tokens": 24, "temperature": 0}}
     with concurrent.futures.ThreadPoolExecutor(50) as pool:
         plains = [pool.submit(demo.post, "/generate", **body(prompt)) for prompt in prompts]
         streams = [pool.submit(demo.events, "/generate", **body(prompt)) for prompt in prompts]
-        deltas = [pool.submit(demo.texts, "/v1/completions", prompt=prompt, max_tokens=48, temperature=0) for prompt in prompts[:5]]
+        deltas = [pool.submit(demo.texts, "/v1/completions", prompt=prompt, max_tokens=24, temperature=0) for prompt in prompts[:5]]
     plains, streams = [p.result().json() for p in plains], [s.result() for s in streams]
     for answer in [*plains, *(events[-1] for events in streams)]:
         assert answer["text"] == tokenizer.decode(answer["output_ids"], skip_special_tokens=True)

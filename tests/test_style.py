@@ -1,6 +1,7 @@
 """The house rules that a machine can hold: who imports whom, essays, docstrings, seams, and which modules need no torch."""
 
 import ast
+import functools
 import subprocess
 import sys
 from pathlib import Path
@@ -34,6 +35,7 @@ TORCH_FREE = ["ir", "choices", "api_speculation", "interpreter", "endpoints", "l
 MAX_LINE, MAX_FILE, MAX_FUNCTION = 150, 850, 80
 
 
+@functools.cache
 def tree(module):
     return ast.parse((PACKAGE / f"{module}.py").read_text())
 
@@ -73,7 +75,7 @@ def test_the_table_has_no_cycle():
 @pytest.mark.parametrize("module", [m for m in MODULES if m != "__init__"])
 def test_a_module_opens_with_an_essay_and_ends_with_a_demo(module):
     source = (PACKAGE / f"{module}.py").read_text()
-    essay = ast.get_docstring(ast.parse(source)) or ""
+    essay = ast.get_docstring(tree(module)) or ""
     assert len(essay.splitlines()) >= 12, "an essay says the problem, the picture, the invariant, the cost"
     assert '__name__ == "__main__"' in source
 
@@ -83,10 +85,10 @@ def test_public_names_have_docstrings_and_nothing_is_too_long(module):
     source = (PACKAGE / f"{module}.py").read_text()
     assert len(source.splitlines()) <= MAX_FILE, "a file this long is two mechanisms"
     assert not [n for n, line in enumerate(source.splitlines(), 1) if len(line) > MAX_LINE]
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(tree(module)):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             assert node.end_lineno - node.lineno <= MAX_FUNCTION, f"{node.name} does not fit a screen"
-    for node in ast.parse(source).body:
+    for node in tree(module).body:
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_"):
             assert ast.get_docstring(node), f"{module}.{node.name} says nothing of itself"
 

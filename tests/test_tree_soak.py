@@ -55,9 +55,10 @@ def path(tmp_path_factory):
     return engines.tiny_path(tmp_path_factory.mktemp("tiny"))
 
 
+@pytest.mark.parametrize("count", [40, pytest.param(120, marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", sorted(POLICIES))
-def test_many_requests_under_every_policy(path, name):
-    soak(path, 120, len(name), schedule_policy=name)
+def test_many_requests_under_every_policy(path, name, count):
+    soak(path, count, len(name), schedule_policy=name)
 
 
 @pytest.mark.long
