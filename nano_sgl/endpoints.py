@@ -30,6 +30,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import weakref
@@ -159,17 +160,21 @@ class RuntimeEndpoint(_Server):
         """What its model's template writes around messages."""
         return {role: tuple(texts) if isinstance(texts, list) else texts for role, texts in self.model_info["chat_roles"].items()}
 
-    def generate(self, prompts: list[str], params: list[dict[str, Any]], *, parent: str = "") -> list[Completion]:
+    def generate(self, prompts: list[str], params: list[dict[str, Any]], *, parent: str = "", rid: str = "") -> list[Completion]:
         """See interpreter.Backend."""
-        found = self._ask("POST", "/generate", self._body(prompts, params, parent))
+        found = self._ask("POST", "/generate", self._body(prompts, params, parent, rid))
         made = [self._completion(item) for item in (found if isinstance(found, list) else [found])]
         self._used({**made[0].meta_info, "completion_tokens": sum(item.meta_info.get("completion_tokens", 0) for item in made)})
         return made
 
-    def stream(self, prompt: str, params: dict[str, Any], *, parent: str = "") -> Iterator[Completion]:
+    def abort(self, rid: str) -> None:
+        """See interpreter.Backend."""
+        self._ask("POST", "/abort_request", {"rid": rid})
+
+    def stream(self, prompt: str, params: dict[str, Any], *, parent: str = "", rid: str = "") -> Iterator[Completion]:
         """See interpreter.Backend."""
         sent, last = 0, {}
-        for event in self._events("/generate", {**self._body(prompt, params, parent), "stream": True}):
+        for event in self._events("/generate", {**self._body(prompt, params, parent, rid), "stream": True}):
             piece, last = self._completion(event), event["meta_info"]
             piece.text, sent = piece.text[sent:], len(piece.text)
             yield piece
@@ -193,7 +198,7 @@ class RuntimeEndpoint(_Server):
         """See interpreter.Backend."""
         self._ask("POST", "/abort_request", {"rid": hold})
 
-    def _body(self, prompt: str | list[str], params: Any, parent: str) -> dict[str, Any]:
+    def _body(self, prompt: str | list[str], params: Any, parent: str, rid: str) -> dict[str, Any]:
         each = params if isinstance(params, list) else [params]
         logprobs = [p.get("logprobs") for p in each]
         body = {"text": prompt, "sampling_params": [{k: v for k, v in p.items() if k not in LOGPROB_PARAMS} for p in each]}
@@ -203,7 +208,7 @@ class RuntimeEndpoint(_Server):
                      "return_text_in_logprobs": True}
         if not isinstance(prompt, list):
             body = {name: value[0] if isinstance(value, list) else value for name, value in body.items()}
-        return {**body, **({"parent": parent} if parent else {})}
+        return {**body, **({"parent": parent} if parent else {}), **({"rid": rid} if rid else {})}
 
     @staticmethod
     def _completion(item: dict) -> Completion:
@@ -227,13 +232,14 @@ class Runtime(RuntimeEndpoint):
         command = [sys.executable, "-m", "nano_sgl.server"]
         for name, value in options.items():
             command += [] if value is False else [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
-        self._process = subprocess.Popen(command)
+        self._log = tempfile.TemporaryFile()        # noqa: SIM115 (as long as the process)
+        self._process = subprocess.Popen(command, stderr=self._log)
         self._stop = weakref.finalize(self, _stop_process, self._process)
         super().__init__(f"http://127.0.0.1:{port}")
         deadline = time.monotonic() + start_timeout_s
         while True:
             if self._process.poll() is not None:
-                raise EndpointError(f"the server ended with code {self._process.returncode}: {' '.join(command)}")
+                raise EndpointError(f"the server ended with code {self._process.returncode}: {' '.join(command)}\n{self.log(10)}")
             if time.monotonic() > deadline:
                 self.shutdown()
                 raise EndpointError(f"the server was not ready after {start_timeout_s:g} s: {' '.join(command)}")
@@ -243,6 +249,11 @@ class Runtime(RuntimeEndpoint):
             except httpx.HTTPError:
                 pass
             time.sleep(POLL_S)
+
+    def log(self, lines: int = 100) -> str:
+        """The last lines that the server has logged."""
+        self._log.seek(0)
+        return "\n".join(self._log.read().decode(errors="replace").splitlines()[-lines:])
 
     def shutdown(self) -> None:
         """End the server."""

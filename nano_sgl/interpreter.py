@@ -34,7 +34,9 @@ import hashlib
 import itertools
 import json
 import logging
+import secrets
 import threading
+import weakref
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -45,6 +47,7 @@ from .choices import Score
 from .ir import Expr, Graph, Trace, Writer
 
 log = logging.getLogger("nano_sgl")
+NUMBERS = itertools.count()
 
 PLAIN_ROLES = {"system": ("SYSTEM:", "\n"), "user": ("USER:", "\n"), "assistant": ("ASSISTANT:", "\n"), "default_system": ""}
 DTYPES = {  # what a gen of this type may write, and what ends it
@@ -77,6 +80,9 @@ class Backend(Protocol):
 
     def release(self, hold: str) -> None:
         """Nobody else will."""
+
+    def abort(self, rid: str) -> None:
+        """End a request. Where this method is there, `generate` and `stream` are given a `rid` to name it by."""
 
     def chat_roles(self) -> dict[str, Any]:
         """What stands before and after each role's words, as PLAIN_ROLES; a role that the model has not is absent."""
@@ -124,6 +130,7 @@ class Run:
     hints: bool = True              # whether forks are declared
     thread: int = 0                 # that runs the program
     states: list[ProgramState] = field(default_factory=list)
+    requests: set[str] = field(default_factory=set)    # that run, where the backend can end them
     _roles: dict[str, Any] | None = None
 
     @property
@@ -154,9 +161,26 @@ class Run:
         if hasattr(self.backend, "count_saved"):
             self.backend.count_saved(calls)
 
+    def cancel(self, error: BaseException) -> None:
+        """End what runs, leave out what has not begun; who reads or writes gets the error."""
+        dropped = [state for state in self.states if state._drop() or state._busy]
+        self._abort()
+        for state in dropped:
+            if state._error is None:
+                state._fail(error, None, ir.origin())
+
+    def _abort(self) -> None:
+        for rid in list(self.requests):
+            try:
+                self.backend.abort(rid)
+            except Exception as error:      # it ends by itself
+                log.warning("a request could not be aborted: %s", error)
+
     def finish(self, stopped: BaseException | None = None) -> None:
         """Wait for all states; raise what nobody has been told of. stopped: what has ended the program, so that what has not begun is left out."""
         dropped = [state for state in self.states if state._drop()] if stopped is not None else []
+        if stopped is not None:
+            self._abort()
         for state in self.states:       # forks made meanwhile are waited for, too
             state._settle()
         for state in dropped:
@@ -183,7 +207,7 @@ class ProgramState(Writer):
         self._started = started
         self._text, self._live = "", ""
         self._live_name: str | None = None
-        self._fork_at = 0
+        self._fork_at = self._said = 0      # characters and messages that it began with
         self._vars: dict[str, Any] = {}
         self._meta: dict[str, Any] = {}
         self._pending: collections.Counter[str] = collections.Counter()
@@ -226,7 +250,7 @@ class ProgramState(Writer):
                 node, where = self._queue[0]
                 if here and self.run.use_thread and self._takes_time(node):
                     try:
-                        threading.Thread(target=self._drain, args=(False,), name=f"program {self.branch}", daemon=True).start()
+                        threading.Thread(target=self._drain, args=(False,), name=f"program {self.branch}".rstrip(), daemon=True).start()
                         return
                     except RuntimeError:    # there are too many: it runs here
                         here = False
@@ -249,10 +273,13 @@ class ProgramState(Writer):
         return self._turn is not None if isinstance(node, ir.RoleEnd) else not isinstance(node, (ir.Text, ir.RoleBegin, ir.ScopeBegin, ir.Join))
 
     def _fail(self, error: BaseException, node: Expr | None, where: str) -> None:
+        if self._error is not None:         # it was cancelled meanwhile
+            return
         if not isinstance(error, ProgramError):
             place = f"branch {self.branch}, " if self.branch else ""
             what = repr(node) if node is not None else type(error).__name__
-            made = ProgramError(f"{place}{where}: {what}: {error}", where, self.branch, self)
+            kind = "" if isinstance(error, (ValueError, RuntimeError)) or node is None else f"{type(error).__name__}: "
+            made = ProgramError(f"{place}{where}: {what}: {kind}{error}", where, self.branch, self)
             made.__cause__ = error
             error = made
         with self._changed:
@@ -294,6 +321,7 @@ class ProgramState(Writer):
                 hold = self.run.hold(self._text, node.size, **named)
         for child in node.children:
             child._text, child._fork_at, child._role, child._gens = self._text, len(self._text), self._role, self._gens
+            child._said = len(self._messages)
             child._messages, child._parts, child._scopes = list(self._messages), list(self._parts), dict(self._scopes)
             child._vars, child._meta = dict(self._vars), dict(self._meta)
             child._hold, child._leftover = hold or child._hold, self._leftover.copy()
@@ -321,6 +349,7 @@ class ProgramState(Writer):
         if node.mode == "concate_and_append":
             for child in node.children:
                 self._add_text(child._text[child._fork_at:])
+                self._messages += child._messages[child._said:]
             return
         own = set(self._vars)
         for child in node.children:
@@ -386,7 +415,7 @@ class ProgramState(Writer):
 
     def _begin_role(self, role: str) -> None:
         if self._role is not None:
-            raise ValueError(f"a {role} message begins inside of a {self._role} message")
+            raise ValueError(f"a message of the {role} begins inside of one of the {self._role}")
         begin = "" if self.run.is_chat else self.run.role(role)[0]
         if not self._messages and role != "system" and not self.run.is_chat:
             begin = self.run.roles.get("default_system", "") + begin
@@ -398,7 +427,7 @@ class ProgramState(Writer):
 
     def _end_role(self, role: str) -> None:
         if self._role != role:
-            raise ValueError(f"a {role} message ends, but {f'a {self._role} message' if self._role else 'none'} is open")
+            raise ValueError(f"a message of the {role} ends, but {f'one of the {self._role}' if self._role else 'none'} is open")
         if self._turn is not None:
             self._ask_for_turn()
         content = "".join(self._parts) if all(isinstance(part, str) for part in self._parts) else [
@@ -470,27 +499,34 @@ class ProgramState(Writer):
         return list(self._messages) if self.run.is_chat else self._text
 
     def _ask(self, params: dict[str, Any]) -> list[Any]:
-        with self._named() as named:
+        with self._named(abortable=True) as named:
             outputs = self.run.backend.generate([self._prompt], [params], **named)
+        if not isinstance(outputs, (list, tuple)) or not outputs:
+            raise TypeError(f"a backend's generate returns a list of outputs (lang.Backend), got {outputs!r:.100}")
         for output in outputs:
             _check_output(output)
         return outputs
 
     @contextlib.contextmanager
-    def _named(self) -> Iterator[dict[str, str]]:
-        """What a state's first request says of the hold that waits for it."""
+    def _named(self, abortable: bool = False) -> Iterator[dict[str, str]]:
+        """The names in a request: of the hold that waits for a state's first one, and its own, where the backend can end it by that."""
         hold, self._hold, used = self._hold, None, False
+        names = {} if hold is None else {"parent": hold.name}
+        if abortable and hasattr(self.run.backend, "abort"):
+            names["rid"] = f"lang{next(NUMBERS)}{secrets.token_hex(6)}"
+            self.run.requests.add(names["rid"])
         try:
-            yield {} if hold is None else {"parent": hold.name}
+            yield names
             used = True
         finally:
+            self.run.requests.discard(names.get("rid"))
             if hold is not None:
                 hold.spend(used)
 
     def _ask_streaming(self, name: str | None, params: dict[str, Any], thoughts: Thoughts | None) -> Any:
         pieces, text = [], ""
         self._live_name = name
-        with self._named() as named:
+        with self._named(abortable=True) as named:
             for piece in self.run.backend.stream(self._prompt, params, **named):
                 _check_output(piece)
                 pieces.append(piece)
@@ -663,7 +699,12 @@ class ProgramState(Writer):
         """The same state for the caller of a streaming run: who reads there waits for what the program may still come to."""
         view = object.__new__(Outside)
         view.__dict__ = self.__dict__
+        weakref.finalize(view, self.run.cancel, RuntimeError("the run was dropped")).atexit = False
         return view
+
+    def cancel(self) -> None:
+        """End the run: requests are aborted, what has not begun is left out, and who reads, or writes, gets an error."""
+        self.run.cancel(RuntimeError("the run was cancelled"))
 
 
 class Outside(ProgramState):
@@ -709,6 +750,8 @@ def raised_at(error: BaseException) -> str:
 
 
 def _check_output(output: Any) -> None:
+    if not hasattr(output, "text") or not hasattr(output, "finish_reason"):
+        raise TypeError(f"an output has text and finish_reason (lang.Backend), got {output!r:.100}")
     if output.finish_reason in ("error", "abort"):
         raise RuntimeError(getattr(output, "error", None) or "the backend ended the request")
 

@@ -85,7 +85,7 @@ def as_expr(value: Any) -> Expr:
     if isinstance(value, str):
         return Text(value)
     hint = "; did you mean str(...)?" if isinstance(value, (int, float)) else "; a Python list is written with ' '.join(...)" if isinstance(
-        value, (list, tuple)) else ""
+        value, (list, tuple)) else "; a state's text is its .text()" if isinstance(value, Writer) else ""
     raise TypeError(f"a program is made of text and expressions, got {value!r:.100} ({type(value).__name__}){hint}")
 
 

@@ -36,9 +36,10 @@ from __future__ import annotations
 
 import concurrent.futures
 import functools
+import inspect
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -116,6 +117,8 @@ def gen(name: str | None = None, max_tokens: int | None = None, min_tokens: int 
     """What the model writes here, as variable `name`. What is not given is as `run` has it. With `choices` it is a `select`. dtype: int, float, str
     or bool, or one of these names."""
     given = {key: value for key, value in locals().items() if value is not None}
+    if name is not None and (not isinstance(name, str) or not name):
+        raise ValueError(f"a variable's name is a text that is not empty, got {name!r}")
     for key in ("name", "choices", "choices_method"):
         given.pop(key, None)
     if choices is not None:
@@ -230,6 +233,10 @@ class Function:
         functools.update_wrapper(self, func)
         self.func, self.num_api_spec_tokens, self.bound = func, num_api_spec_tokens, bound or {}
         self.parameters = ir.parameters(func)
+        if inspect.iscoroutinefunction(func) or inspect.isgeneratorfunction(func) or inspect.isasyncgenfunction(func):
+            raise TypeError(f"{func.__name__}: a program is a plain function, without async and yield: writing never waits")
+        if num_api_spec_tokens is not None and (type(num_api_spec_tokens) is not int or num_api_spec_tokens < 1):
+            raise ValueError(f"num_api_spec_tokens is how many tokens a call makes, at least 1; got {num_api_spec_tokens!r}")
         if any(p.kind is p.VAR_POSITIONAL for p in self.parameters):
             raise ValueError(f"{func.__name__}: the parameters of a program have names, and what *{self.parameters[-1].name} takes has none")
 
@@ -245,7 +252,7 @@ class Function:
                             f"{', '.join(_RUN_OPTIONS)}")
 
     def _values(self, args: Sequence[Any], values: dict[str, Any]) -> dict[str, Any]:
-        free = [p.name for p in self.parameters if p.name not in self.bound and p.kind is not p.VAR_KEYWORD]
+        free = [p.name for p in self.parameters if p.name not in self.bound and p.kind is p.POSITIONAL_OR_KEYWORD]
         if len(args) > len(free):
             raise TypeError(f"{self.__name__} takes {len(free)} arguments, {len(args)} were given")
         self._check(values)
@@ -304,6 +311,8 @@ class Function:
         A program that fails keeps its error (`state.error()`, and whoever reads the state gets it); the others go on. generator_style: the states
         one by one, as soon as they are there."""
         options, values = _split(given)
+        if not isinstance(batch_kwargs, Iterable) or isinstance(batch_kwargs, (str, dict)):
+            raise TypeError(f"run_batch takes a list of arguments, a dict or a tuple each; got {batch_kwargs!r:.100}")
         backend, batch = _backend(backend), list(batch_kwargs)
         if values:
             raise TypeError(f"run_batch does not know {sorted(values)[0]}; its options are {', '.join(_RUN_OPTIONS)}, and arguments are in the batch")
@@ -324,10 +333,16 @@ class Function:
         hold = self._hold_prefix(backend, batch)
         pool = concurrent.futures.ThreadPoolExecutor(min(most, len(batch)), thread_name_prefix=self.__name__)
 
+        active: dict[int, Run] = {}
+
         def one(values: dict[str, Any]) -> ProgramState:
             run = Run(backend, dict(options), False, config.parallel, self.num_api_spec_tokens, config.hints)
             state = ProgramState(run, trace=Graph(self.__name__).root, hold=hold)
-            self._go(state, values)
+            active[id(run)] = run
+            try:
+                self._go(state, values)
+            finally:
+                del active[id(run)]
             return state
         futures = [pool.submit(one, values) for values in batch]
         try:
@@ -337,6 +352,8 @@ class Function:
             for future in futures:
                 if future.cancel() and hold is not None:
                     hold.spend(used=False)
+            for run in list(active.values()):           # whoever leaves early waits for nothing
+                run.cancel(RuntimeError("the batch was left"))
             pool.shutdown()
 
     def _hold_prefix(self, backend: Backend, batch: list[dict]) -> Hold | None:
@@ -382,6 +399,8 @@ _RUN_OPTIONS = ("max_new_tokens", "max_tokens", "min_tokens", "n", "stop", "stop
 def _split(given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Run's options, in SamplingParams' names and without those that are None, and what else was given."""
     options = {name: value for name, value in given.items() if name in _RUN_OPTIONS and value is not None}
+    if {"max_new_tokens", "max_tokens"} <= set(options):
+        raise TypeError("max_tokens and max_new_tokens are two names for one thing: give one of them")
     if "max_new_tokens" in options:
         options["max_tokens"] = options.pop("max_new_tokens")
     options.setdefault("max_tokens", 128)

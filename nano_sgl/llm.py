@@ -75,16 +75,17 @@ class LLM:
     # -- what a user calls -----------------------------------------------------------------------------------------------------------
 
     def generate(self, prompts: Prompt | Sequence[Prompt], params: Params | Sequence[Params] = None, *, cache_salt: str | None = None,
-                 priority: int = 0, routing_key: str | None = None, parent: str = "", progress: bool | None = None) -> Output | list[Output]:
+                 priority: int = 0, routing_key: str | None = None, parent: str = "", rid: str = "",
+                 progress: bool | None = None) -> Output | list[Output]:
         """Complete prompts (text, or token ids). One prompt gives one Output, a list a list in the same order; `n` samples of a prompt are
         neighbours in the list, told apart by `index`.
 
-        params: for all prompts, or a list of one each. parent: what `hold` returned, where this call is one of those it waits for. progress: a bar on
-        stderr (None: for lists, on a terminal).
+        params: for all prompts, or a list of one each. parent: what `hold` returned, where this call is one of those it waits for. rid: a name by
+        which another thread may `abort` the call. progress: a bar on stderr (None: for lists, on a terminal).
         RequestError where a request cannot be served; none has been started then.
         """
         single = _is_single(prompts)
-        requests = self._requests([prompts] if single else prompts, params, cache_salt, priority, routing_key, parent, stream=False)
+        requests = self._requests([prompts] if single else prompts, params, cache_salt, priority, routing_key, parent, rid, stream=False)
         _grammars = self._compile(requests)  # held while they may be needed
         bar = progress if progress is not None else None if len(requests) > 1 else False
         outputs = self._outputs(requests, self._chunks(requests, bar))
@@ -177,6 +178,11 @@ class LLM:
         except (RequestError, ValueError):
             return PLAIN_ROLES
 
+    def abort(self, rid: str) -> None:
+        """End a call that was given this name: whoever waits for it gets what there is, with the finish_reason "abort"."""
+        self._loop.ask(lambda engine: [engine.abort(name) for name in [*engine.streams, *engine.constraints.waiting]
+                                       if name.rpartition("-")[0] == rid])
+
     def flush_cache(self) -> bool:
         """Empty the cache; False, and nothing done, while requests run or wait."""
         return self._loop.ask(Engine.flush_cache)
@@ -233,8 +239,8 @@ class LLM:
             raise RequestError(f"a prompt is text (valid Unicode) or a list of token ids, got {show(prompt)}", "prompt") from error
 
     def _requests(self, prompts: Sequence[Prompt], params, cache_salt: str | None = None, priority: int = 0, routing_key: str | None = None,
-                  parent: str = "", *, stream: bool) -> list[Request]:
-        """The requests of a call, all of them valid."""
+                  parent: str = "", rid: str = "", *, stream: bool) -> list[Request]:
+        """The requests of a call, all of them valid; with a `rid`, they are <rid>-0, <rid>-1, ..."""
         each = list(params) if isinstance(params, (list, tuple)) else [params] * len(prompts)
         if len(each) != len(prompts):
             raise RequestError(f"{len(prompts)} prompts were given with {len(each)} params, expected one for all or one each", "params")
@@ -243,7 +249,8 @@ class LLM:
             p = SamplingParams() if p is None else SamplingParams.from_dict(p) if isinstance(p, dict) else p
             ids = self._ids(prompt)
             for index in range(max(p.n, 1)):
-                requests.append(Request(rid=secrets.token_hex(8), prompt_ids=ids, params=p, index=index, stream=stream, priority=priority,
+                name = f"{rid}-{len(requests)}" if rid else secrets.token_hex(8)
+                requests.append(Request(rid=name, prompt_ids=ids, params=p, index=index, stream=stream, priority=priority,
                                         namespace=cache_salt or "", routing_key=routing_key, parent="" if requests else parent))
                 if index == 0:
                     self.engine.validate(requests[-1])

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -148,8 +149,28 @@ def test_errors_are_the_servers_words(server):
     assert not [t for t in threading.enumerate() if t.name.startswith("program")]
 
 
+def test_what_runs_is_aborted_when_a_program_raises(server, llm):
+    def program(s):
+        s += "the cat" + sgl.gen("v", max_tokens=1500, ignore_eos=True)
+        time.sleep(0.5)
+        raise KeyError("mine")
+    for backend in (llm, server):
+        begin = time.monotonic()
+        with pytest.raises(KeyError, match="mine"):
+            sgl.function(program).run(backend=backend)
+        made, took = backend.get_server_info()["stats"], time.monotonic() - begin
+        assert made["running"] == 0 and took < 20
+        state = sgl.function(program).run(backend=backend, stream=True)
+        assert next(state.text_iter("v"))
+        del state
+        deadline = time.monotonic() + 20
+        while backend.get_server_info()["stats"]["running"]:
+            assert time.monotonic() < deadline, "a run that was dropped goes on"
+            time.sleep(0.05)
+
+
 def test_a_runtime_that_cannot_start_says_so():
-    with pytest.raises(EndpointError, match="ended with code"):
+    with pytest.raises(EndpointError, match="(?s)ended with code.*no-such-flag"):
         sgl.Runtime("no/such/model", no_such_flag=1)
 
 

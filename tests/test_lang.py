@@ -130,8 +130,8 @@ def test_a_template_with_a_default_system_message_and_one_without_system():
 
 
 def test_nested_roles_and_wrong_ends_are_refused():
-    for bad, what in ((lambda s: s.__iadd__(sgl.user("a" + sgl.assistant("b"))), "assistant message begins inside of a user message"),
-                      (lambda s: s.__iadd__(sgl.user_end()), "user message ends, but none is open")):
+    for bad, what in ((lambda s: s.__iadd__(sgl.user("a" + sgl.assistant("b"))), "of the assistant begins inside of one of the user"),
+                      (lambda s: s.__iadd__(sgl.user_end()), "of the user ends, but none is open")):
         with pytest.raises(sgl.ProgramError, match=what):
             run(lambda s: bad(s) and None)
 
@@ -261,6 +261,13 @@ def test_joins_gather_variables_and_concatenate():
     assert state["v"] == ["x", "x"] and state["only"] == ["x"] and state["known"] == 1 and state.text() == "p"
     state = run(program, mode="concate_and_append")
     assert state.text() == "paxbxx" and "v" not in state
+
+    def talk(s):
+        s += sgl.user("a")
+        forks = s.fork(2)
+        forks += lambda i: sgl.assistant(f"{i}")
+        forks.join("concate_and_append")
+    assert [m["content"] for m in run(talk).messages()] == ["a", "0", "1"]
     with pytest.raises(ValueError, match="join knows"):
         run(program, mode="other")
 
@@ -438,12 +445,76 @@ def test_what_has_not_begun_is_left_out_when_the_program_raises():
     assert [prompt for prompt, _ in backend.asked] == ["p"]
 
 
+class Abortable(Scripted):
+    """Answers nothing until it is told to stop."""
+
+    def __init__(self):
+        super().__init__()
+        self.running, self.begun = {}, threading.Semaphore(0)
+
+    def generate(self, prompts, params, *, parent="", rid=""):
+        self.asked.append((prompts[0], params[0]))
+        self.running[rid] = stop = threading.Event()
+        self.begun.release()
+        assert stop.wait(LIMIT_S)
+        return [SimpleNamespace(text="", finish_reason="abort")]
+
+    def stream(self, prompt, params, **names):
+        yield from self.generate([prompt], [params], **names)
+
+    def abort(self, rid):
+        self.running.pop(rid).set()
+
+
+def test_what_runs_is_aborted_where_the_program_raises_is_cancelled_dropped_or_left():
+    def raises(s, backend):
+        forks = s.fork(2)
+        forks += "p" + sgl.gen("v") + sgl.gen("w")
+        for _ in range(2):
+            assert backend.begun.acquire(timeout=LIMIT_S)
+        raise KeyError("mine")
+
+    def waits(s, backend):
+        s += "p" + sgl.gen("v") + sgl.gen("w")
+        return s["v"]
+    begin = time.monotonic()
+    backend = Abortable()
+    with pytest.raises(KeyError, match="mine"):
+        sgl.function(raises).run(backend, backend=backend)
+    assert not backend.running and len(backend.asked) == 2
+    for end in ("cancel", "drop"):
+        backend = Abortable()
+        state = sgl.function(waits).run(backend, backend=backend, stream=True)
+        assert backend.begun.acquire(timeout=LIMIT_S)
+        if end == "cancel":
+            state.cancel()
+            with pytest.raises(sgl.ProgramError, match="cancelled"):
+                state.text()
+        del state
+        while backend.running:
+            assert time.monotonic() - begin < LIMIT_S
+            time.sleep(0.01)
+        assert len(backend.asked) == 1
+    backend = Abortable()
+    found = sgl.function(lambda s, i: s.__iadd__("p" + (sgl.gen("v") if i else "")) and None).run_batch(
+        [(0,), (1,), (2,)], backend=backend, generator_style=True)
+    next(found)
+    for _ in range(2):
+        assert backend.begun.acquire(timeout=LIMIT_S)
+    found.close()
+    assert not backend.running and time.monotonic() - begin < LIMIT_S
+
+
 def test_no_backend_and_no_such_method():
     with pytest.raises(ValueError, match="there is no backend"):
         sgl.function(lambda s: None).run()
     with pytest.raises(TypeError, match="generate"):
         sgl.function(lambda s: None).run(backend=object())
     backend = SimpleNamespace(generate=None)
+    for wrong, what in (("text", "got 'text'"), (None, "got None"), ([("text", {})], "text and finish_reason")):
+        bad = SimpleNamespace(generate=lambda *a, wrong=wrong, **k: wrong)
+        with pytest.raises(sgl.ProgramError, match=what):
+            run(lambda s: s.__iadd__(sgl.gen("v")) and None, bad)
     with pytest.raises(sgl.ProgramError, match="log-probabilities"):
         run(lambda s: s.__iadd__(sgl.select("v", ["a", "b"])) and None, backend)
     with pytest.raises(sgl.ProgramError, match="reads text only"):
@@ -771,6 +842,10 @@ def test_batches_refuse():
     for bad, error in (([5], "item 0"), ([{"wrong": 1}], "no parameter wrong"), ([("a",)], "lacks its argument question"), ([("a", "b", "c")], "takes 2")):
         with pytest.raises(TypeError, match=error):
             shots.run_batch(bad, backend=Scripted())
+    with pytest.raises(TypeError, match="list of arguments"):
+        shots.run_batch(5, backend=Scripted())
+    with pytest.raises(TypeError, match="two names"):
+        shots.run_batch([("a", "b")], backend=Scripted(), max_tokens=1, max_new_tokens=2)
     with pytest.raises(ValueError, match="num_threads"):
         shots.run_batch([("a", "b")] * 2, backend=Scripted(), num_threads=0)
 
@@ -800,6 +875,22 @@ def test_bind_call_cache_and_wrong_signatures():
     assert sized.run(3, backend=backend).text() == "xxx" and sized.run_batch([{"n": 2}], backend=backend)[0].text() == "xx"
     with pytest.raises(TypeError, match="parameter n, which is an option"):
         sized.run(n=3, backend=backend)
+    async def waits(s):
+        pass
+
+    def yields(s):
+        yield
+    for bad in (waits, yields):
+        with pytest.raises(TypeError, match="plain function"):
+            sgl.function(bad)
+    for bad in (0, "x", True):
+        with pytest.raises(ValueError, match="num_api_spec_tokens"):
+            sgl.function(lambda s: None, num_api_spec_tokens=bad)
+    for bad in ("", 5):
+        with pytest.raises(ValueError, match="variable's name"):
+            sgl.gen(bad)
+    with pytest.raises(TypeError, match="takes 1 arguments"):
+        sgl.function(lambda s, a, *, b=2: None).run(1, 2, backend=backend)
     with pytest.raises(ValueError, match=r"\*names"):
         sgl.function(lambda s, *names: None)
     more = sgl.function(lambda s, q, **more: s.__iadd__(q + more["r"]) and None)

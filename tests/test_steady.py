@@ -58,7 +58,8 @@ def test_a_pass_that_is_left_out_would_have_planned_the_same(page, pool, depth):
     assert shortcuts > 100
 
 
-@pytest.mark.parametrize("flags", [{}, dict(page_size=16), dict(disable_overlap_schedule=False), dict(disable_overlap_schedule=False, page_size=4)], ids=str)
+@pytest.mark.parametrize("flags", [{}, dict(page_size=16), dict(disable_overlap_schedule=False),
+                                   dict(disable_overlap_schedule=False, page_size=4)], ids=str)
 def test_texts_are_those_of_plans_made_anew(tmp_path, flags):
     """Rows of all kinds come and go while others decode; some stream, some do not."""
     path = engines.tiny_path(tmp_path)
@@ -90,7 +91,8 @@ def test_texts_are_those_of_plans_made_anew(tmp_path, flags):
     assert short == long and used > 20
 
 
-@pytest.mark.parametrize("asks", [{}, dict(ignore_eos=True), dict(stop=["the"]), dict(skip_special_tokens=False), dict(min_tokens=9, ignore_eos=True)], ids=str)
+@pytest.mark.parametrize("asks", [{}, dict(ignore_eos=True), dict(stop=["the"]), dict(skip_special_tokens=False),
+                                  dict(min_tokens=9, ignore_eos=True)], ids=str)
 def test_passing_on_is_pushing_and_taking(asks, demo_path):
     tokenizer, rng = weights.load_tokenizer(demo_path), random.Random(3)
     texts, ids = "ünïcode 🙂🙂 and plain words, the end", list(range(20))
