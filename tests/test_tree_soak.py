@@ -22,7 +22,7 @@ def prompts(rng: random.Random, count: int) -> list[list[int]]:
 def soak(path, count: int, seed: int, **flags) -> None:
     """`count` requests: they come in waves, up to some 300 wait, some are aborted, some outrank others."""
     rng = random.Random(seed)
-    engine = engines.make(path, max_total_tokens=320, max_running_requests=8, chunked_prefill_size=96, disable_overlap_schedule=seed % 2 == 0, **flags)
+    engine = engines.make(path, max_total_tokens=256, max_running_requests=8, chunked_prefill_size=96, disable_overlap_schedule=seed % 2 == 0, **flags)
     reference, sample = engines.Reference(path), {}
     todo, answers, aborted = list(enumerate(prompts(rng, count))), {}, set()
     while todo or engine.has_work:
@@ -55,7 +55,7 @@ def path(tmp_path_factory):
     return engines.tiny_path(tmp_path_factory.mktemp("tiny"))
 
 
-@pytest.mark.parametrize("count", [40, pytest.param(120, marks=pytest.mark.long)])
+@pytest.mark.parametrize("count", [60, pytest.param(120, marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", sorted(POLICIES))
 def test_many_requests_under_every_policy(path, name, count):
     soak(path, count, len(name), schedule_policy=name)
