@@ -546,7 +546,7 @@ class Frames:
 class Sets:
     """One grammar's sets. bounds: as the last of SetsHead. stopped(why): does what is needed before it may go on, or raises."""
 
-    ASKS_FRAME, LATE, MANY_FRAMES, MANY_READINGS, MANY_STATES, MANY_PLACES = range(-1, -7, -1)      # as in cpu/sets.h
+    ASKS_FRAME, LATE, MANY_FRAMES, MANY_READINGS, MANY_STATES, MANY_PLACES, FAILED = range(-1, -8, -1)      # as in cpu/sets.h
 
     def __init__(self, frames: Frames, bounds: tuple[int, ...], stopped):
         self.frames, self.stopped, self._library = frames, stopped, frames.library

@@ -261,6 +261,7 @@ class NativeReadings:
     def __init__(self, automaton: Automaton, tables: Tables, lock: threading.RLock, begins: Begins):
         self.automaton, self.tables, self.loops, self.lock, self._begins = automaton, tables, automaton.loops, lock, begins
         self._own, self._kept_sets, self._kept_configs, self._follow = set(), {}, {}, {}
+        self._lent: list[threading.RLock | None] = []       # the lock that the clock had, while it must not let go of it
         self.native = automaton.frames.sets((nodes.MAX_FRAMES, MAX_READINGS, MAX_GRAMMAR_STATES, MAX_PLACES, COMPARED), self._help)
 
     between = Readings.between
@@ -360,16 +361,20 @@ class NativeReadings:
         return self.native.call("place", stack, loop, count)
 
     def __enter__(self) -> None:
-        """Within, states and lines are made; then the tables have them."""
+        """Within, states and lines are made; then the tables have them. Their numbers are given here, so nobody else may have the lock meanwhile."""
+        self._lent.append(CLOCK.lock)
+        CLOCK.lock = None
         head, tables = self.native.head, self.tables
         head.next_state, head.next_line, head.max_states, head.deadline = tables.states.size, tables.lines.size, MAX_GRAMMAR_STATES, CLOCK.deadline
 
     def __exit__(self, *error: object) -> None:
+        CLOCK.lock = self._lent.pop()
         head = self.native.head
         head.deadline = FOR_EVER
         accept_from, lines = self.native.written()
         if accept_from is not None:
             start = self.tables.add_states(len(accept_from), accept_from)
+            assert start == head.next_state - len(accept_from), "states have other numbers than they were given"
             self._own.update(range(start, start + len(accept_from)))
         if lines is not None:
             self.tables.lines.append(lines)
@@ -383,7 +388,8 @@ class NativeReadings:
         if why != self.native.ASKS_FRAME:
             text = {self.native.LATE: "the grammar takes too long", self.native.MANY_FRAMES: TOO_MANY_FRAMES.format(nodes.MAX_FRAMES),
                     self.native.MANY_READINGS: TOO_MANY_READINGS.format(MAX_READINGS), self.native.MANY_PLACES: TOO_LARGE.format(MAX_PLACES),
-                    self.native.MANY_STATES: TOO_MANY_STATES.format(MAX_GRAMMAR_STATES)}
+                    self.native.MANY_STATES: TOO_MANY_STATES.format(MAX_GRAMMAR_STATES),
+                    self.native.FAILED: "the grammar takes too much memory, or one of its states is not its own"}
             raise GrammarError(text[why], "grammar")
         frame, told, flat = self.native.head.missing, self.automaton.frames, []
         for q, loop, pushes in self._begins(frame):

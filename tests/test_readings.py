@@ -1,11 +1,13 @@
 """Sets of readings: what Python and C++ find is the same, under numbers of their own."""
 
+import itertools
 import random
+import re
 import threading
 
 import pytest
 
-from nano_sgl import grammar, native, nodes, readings
+from nano_sgl import grammar, native, nodes, readings, rules
 from nano_sgl.rules import GrammarError
 from nano_sgl.tables import INF, Tables
 from nano_sgl.vocab import Vocab
@@ -125,3 +127,27 @@ def test_what_is_too_much_is_refused(bound, text, both, monkeypatch):
         some = kind(python.automaton, Tables(machine.vocab), threading.RLock(), machine._begins)
         with pytest.raises(GrammarError, match=text):
             first(machine, some)
+
+
+def test_states_keep_their_numbers_while_others_compile(monkeypatch):
+    """A thread that compiles lets go of the lock now and then, but never between giving a state its number and making it."""
+    vocab = Vocab([bytes([b]) for b in range(97, 123)])
+    if (library := native.library()) is not None:
+        vocab.walker = native.TrieWalker(vocab, library)
+    texts = [f"[a-z]{{0,{4 + i}}}({'|'.join('abc'[k % 3] * (k % 4 + 1) for k in range(i + 2))})+x" for i in range(12)]
+    monkeypatch.setattr(rules, "YIELD_S", -1.0)                 # whenever it may
+    monkeypatch.setattr(rules, "TICKS", itertools.repeat(0))
+    made = {}
+    threads = [threading.Thread(target=lambda part=part: made.update({t: grammar.compile("regex", t, vocab) for t in texts[part::3]}))
+               for part in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len(made) == len(texts)
+    for text, machine in made.items():
+        for word in ("x", "ax", "abcax", "ccabx", "zzbx", "a" * 21 + "x"):
+            state = machine.start
+            for byte in word.encode():
+                state = None if state is None else machine.step(state, byte - 97)
+            assert (state is not None and machine.is_accepting(state)) == bool(re.fullmatch(text, word)), (text, word)

@@ -18,7 +18,7 @@ constexpr int64_t NO_BOUND = INT64_MAX;
 enum { LINE_MORE = 1, LINE_KEEP = 2, LINE_ADD = 4 };            // of a line, as tables.py has them
 
 // Why somebody stopped. A frame, in `missing`, is to be told first; or a bound of the grammar was met.
-enum { ASKS_FRAME = -1, LATE = -2, MANY_FRAMES = -3, MANY_READINGS = -4, MANY_STATES = -5, MANY_PLACES = -6 };
+enum { ASKS_FRAME = -1, LATE = -2, MANY_FRAMES = -3, MANY_READINGS = -4, MANY_STATES = -5, MANY_PLACES = -6, FAILED = -7 };
 struct Stop { int why; };
 
 struct Config {
@@ -450,9 +450,9 @@ struct Sets : SetsHead {
     // ---- states
 
     int32_t intern_state(const Config* key, int64_t n) {
-        if (keys.size() >= max_states) throw Stop{MANY_STATES};
         const int32_t list = keys(key, n);
-        if (list == (int32_t)states.size()) {
+        if (list >= (int32_t)states.size()) {
+            if ((int64_t)states.size() >= (int64_t)max_states) throw Stop{MANY_STATES};    // for good: this key never gets a state
             states.push_back(next_state), key_of_state[next_state++] = list;
             fresh_states.push_back(key[0].q);
         }
@@ -522,6 +522,8 @@ int64_t guarded(Sets& sets, Do what) {
         found = what();
     } catch (const Stop& stop) {
         found = stop.why;
+    } catch (...) {                     // memory, or an index that is none: an error there, too, and not the end of the process
+        found = FAILED;
     }
     sets.new_states = sets.fresh_states.data(), sets.num_new_states = sets.fresh_states.size();
     sets.new_lines = sets.fresh_lines.data(), sets.num_new_lines = sets.fresh_lines.size() / 4;
