@@ -354,15 +354,15 @@ class OpenAI(_Server):
                                                           **({"logprobs": choice["logprobs"]} if choice.get("logprobs") else {})})
 
     def picture(self, node: Image) -> Sequence[dict]:
-        """A picture as the content parts of a message."""
+        """A picture, or a film with the number of its frames, as the content parts of a message; films in the form of vLLM and SGLang."""
+        url, usual = node.source, "video/mp4" if isinstance(node, Video) else "image/png"
+        if not (isinstance(url, str) and url.startswith(("http://", "https://", "data:"))):
+            data = url if isinstance(url, bytes) else Path(url).read_bytes()
+            kind = usual if isinstance(url, bytes) else mimetypes.guess_type(str(url))[0] or usual
+            url = f"data:{kind};base64,{base64.b64encode(data).decode()}"
         if isinstance(node, Video):
-            raise EndpointError("video: OpenAI's API takes pictures only")
-        source = node.source
-        if isinstance(source, str) and source.startswith(("http://", "https://", "data:")):
-            return [{"type": "image_url", "image_url": {"url": source}}]
-        data = source if isinstance(source, bytes) else Path(source).read_bytes()
-        kind = "image/png" if isinstance(source, bytes) else mimetypes.guess_type(str(source))[0] or "image/png"
-        return [{"type": "image_url", "image_url": {"url": f"data:{kind};base64,{base64.b64encode(data).decode()}"}}]
+            return [{"type": "video_url", "video_url": {"url": url, "num_frames": node.num_frames}}]
+        return [{"type": "image_url", "image_url": {"url": url}}]
 
 
 def _demo() -> None:

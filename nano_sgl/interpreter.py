@@ -128,7 +128,6 @@ class Run:
     use_thread: bool = True
     spec_tokens: int | None = None
     hints: bool = True              # whether forks are declared
-    thread: int = 0                 # that runs the program
     states: list[ProgramState] = field(default_factory=list)
     requests: set[str] = field(default_factory=set)    # that run, where the backend can end them
     _roles: dict[str, Any] | None = None

@@ -34,7 +34,7 @@ import numpy as np
 from . import nodes
 from .automaton import Automaton
 from .nodes import COMPARED, DONE, Stacks
-from .rules import CLOCK, GrammarError, Rules, tick
+from .rules import CLOCK, GrammarError, tick
 from .tables import ADD_SHIFT, INF, KEEP, MORE, Tables
 from .vocab import Vocab
 

@@ -13,7 +13,7 @@ import pytest
 import engines
 import nano_sgl.lang as sgl
 from nano_sgl import LLM
-from nano_sgl.endpoints import EndpointError
+from nano_sgl.endpoints import Completion, EndpointError
 
 THEIR_PYTHON = os.environ.get("NANO_SGL_SGLANG_PYTHON", "")     # of a virtual environment with SGLang's wheel, for the last test
 PROGRAM = Path(__file__).parent / "sglang_program.py"
@@ -128,6 +128,31 @@ def test_api_speculative_execution_gives_what_one_long_call_gives_in_pieces(serv
     assert whole.startswith(state.text()[len("the cat"):]) and state["b"] and backend.usage["calls"] == 1 and backend.usage["saved_calls"] == 1
     assert state["a"] == whole[:whole.index(marks[0])] and state["b"] == whole[len(state["a"]) + 2:].partition(marks[1])[0]
     backend.close()
+
+
+def test_pictures_and_films_are_parts_of_messages(server, tmp_path):
+    """Of messages for a model that sees; ours refuses them by name."""
+    (tmp_path / "cat.jpg").write_bytes(b"jpg")
+    backend = sgl.OpenAI("sees", True, server.base_url + "/v1")
+    asked = []
+
+    def seen(messages, params, **names):
+        asked.append(messages[0])
+        return [Completion("a cat", "stop")]
+    backend.generate = seen
+
+    def look(s):
+        s += sgl.user("Look: " + sgl.image(str(tmp_path / "cat.jpg")) + sgl.video("https://a/film.mp4", 8) + sgl.image(b"png") + "?")
+        s += sgl.assistant(sgl.gen("what"))
+    state = sgl.function(look).run(backend=backend)
+    parts = state.messages()[0]["content"]
+    assert state["what"] == "a cat" and asked[0][0]["content"] == parts and parts == [
+        {"type": "text", "text": "Look: "}, {"type": "image_url", "image_url": {"url": "data:image/jpeg;base64,anBn"}},
+        {"type": "video_url", "video_url": {"url": "https://a/film.mp4", "num_frames": 8}},
+        {"type": "image_url", "image_url": {"url": "data:image/png;base64,cG5n"}}, {"type": "text", "text": "?"}]
+    for backend in (sgl.OpenAI(server.model_info["served_model_name"], True, server.base_url + "/v1"), server):
+        with pytest.raises(sgl.ProgramError, match="image|text only"):
+            sgl.function(look).run(backend=backend)
 
 
 def test_errors_are_the_servers_words(server):
