@@ -108,6 +108,76 @@ def compile_rules(rules: Rules, vocab: Vocab) -> Grammar:
         return Grammar(shared, rules)
 
 
+class Beginnings:
+    """What the rules of a grammar say of a frame. A rule's number is that of its text, so all grammars of an automaton share what was found."""
+
+    def __init__(self, automaton: Automaton, rules: dict[int, int]):
+        self._automaton, self._nodes, self._rules = automaton, automaton.nodes, rules
+        self._cut, self._first = automaton.cuts, automaton.firsts               # rule -> its node, cut into pieces; node -> what `_firsts` says
+        self._began, self._loop_ids = automaton.begun, automaton.loop_ids       # leaf -> (state at its beginning, loop); loops
+
+    def of(self, frame: int) -> list[tuple[int, int, tuple[int, ...]]]:
+        """(state of the automaton, loop, frames that lie below, the lowest first) for each piece that it may begin with."""
+        return [(*(self._began.get(leaf) or self._begin(leaf)), pushes) for leaf, pushes in self._first.get(frame) or self._firsts(frame)]
+
+    def _firsts(self, node: int) -> list[tuple[int, tuple[int, ...]]]:
+        """(leaf, frames that lie below it, the lowest first) for each leaf that the node may begin with. Without recursion: chains are long."""
+        work = [node]
+        while work:
+            tick()
+            if work[-1] in self._first:
+                work.pop()
+                continue
+            needs = [part for part in self._heads(work[-1]) if part not in self._first]
+            if needs:
+                work += needs
+            else:
+                top = work.pop()
+                self._first[top] = self._firsts_of(top)
+        return self._first[node]
+
+    def _heads(self, node: int) -> list[int]:
+        """The parts whose firsts are the node's."""
+        kind, *parts = self._nodes.keys[node]
+        if kind == "ref":
+            if parts[0] not in self._cut:
+                self._cut[parts[0]] = self._nodes.cut(self._rules.get(parts[0], NEVER))
+            return [self._cut[parts[0]]]
+        if kind == "cat":
+            stop = next((i for i, part in enumerate(parts) if not self._nodes.nullable[part]), len(parts))
+            return parts[: stop + 1]
+        return parts if kind == "or" else parts[:1] if kind == "rep" else []
+
+    def _firsts_of(self, node: int) -> list[tuple[int, tuple[int, ...]]]:
+        kind, *parts = self._nodes.keys[node]
+        if kind in ("text", "counted"):
+            return [(node, ())]
+        found = {}
+        for i, part in enumerate(self._heads(node)):
+            rest = ()
+            if kind == "cat" and i + 1 < len(parts):
+                rest = (self._nodes.cat(parts[i + 1 :]),)
+            elif kind == "rep" and parts[2] != 1:
+                rest = (self._nodes.rep(part, max(parts[1] - 1, 0), None if parts[2] is None else parts[2] - 1),)
+            found.update(((leaf, rest + frames), None) for leaf, frames in self._first[part])
+        if len(found) > MAX_READINGS:
+            raise GrammarError(f"the grammar is too ambiguous: more than {MAX_READINGS} ways to begin", "grammar")
+        return list(found)
+
+    def _begin(self, leaf: int) -> tuple[int, int]:
+        kind, node, *bounds = self._nodes.keys[leaf]
+        if kind == "text":
+            found = self._automaton.state((node,)), 0
+        else:
+            key = self._automaton.state((self._nodes.rep(node, 0, None),)), *bounds
+            if key not in self._loop_ids:
+                self._loop_ids[key] = len(self._automaton.loops)
+                self._automaton.loops.append(key)
+            found = key[0], self._loop_ids[key]
+        self._began[leaf] = found
+        return found
+
+
 class Grammar:
     """An automaton over tokens. States are integers: index of the row in `tables`, and a count (`split`). `start` is the first.
 
@@ -121,10 +191,7 @@ class Grammar:
         if start == NEVER:
             why = "a rule that leads only to itself, ^ or $ with text around it, a class of no characters, half of a surrogate pair"
             raise GrammarError(f"the grammar matches nothing that the model's tokens can write ({why})", "grammar", rules.start)
-        # Rule -> its node, cut into pieces; node -> what `_firsts` says. A rule's number is that of its text, so all grammars share them
-        self._cut, self._first = shared.automaton.cuts, shared.automaton.firsts
-        self._began, self._loop_ids = shared.automaton.begun, shared.automaton.loop_ids     # leaf -> (state at its beginning, loop); loops
-        self.readings = readings.make(shared.automaton, self.tables, shared.lock, self._begins)
+        self.readings = readings.make(shared.automaton, self.tables, shared.lock, Beginnings(shared.automaton, self._rules).of)
         self.places_below, self._build_s = Places(self.readings), 0.0
         self._masks: dict[int, np.ndarray] = {}
         self._steps: dict[tuple[int, int], int | None] = {}         # (state, token) -> state, of those that were asked for
@@ -237,7 +304,7 @@ class Grammar:
                 found, now = self.readings.along(now, None, MAX_FORCED, 4 * MAX_FORCED)
                 return found, self._pack(now) if found else state
             while len(text) < MAX_FORCED and readings < 4 * MAX_FORCED and not self._may_end(now):
-                readings += sum(len(self._automaton.members[q]) + len(self.readings.frames(stack)) for q, stack, _, _ in self.readings.at(now)[1])
+                readings += sum(1 + len(self.readings.frames(stack)) for _, stack, _, _ in self.readings.at(now)[1])
                 mask = self._alive(now)
                 if mask.bit_count() != 1:
                     break
@@ -289,67 +356,6 @@ class Grammar:
                          if frame != DONE)
                 lowest.setdefault(stack, frozenset().union(*found, {DONE} if DONE in self.readings.frames(stack) else ()))
         return frozenset().union(*map(lowest.__getitem__, stacks))
-
-    def _firsts(self, node: int) -> list[tuple[int, tuple[int, ...]]]:
-        """(leaf, frames that lie below it, the lowest first) for each leaf that the node may begin with. Without recursion: chains are long."""
-        work = [node]
-        while work:
-            tick()
-            if work[-1] in self._first:
-                work.pop()
-                continue
-            needs = [part for part in self._heads(work[-1]) if part not in self._first]
-            if needs:
-                work += needs
-            else:
-                top = work.pop()
-                self._first[top] = self._firsts_of(top)
-        return self._first[node]
-
-    def _heads(self, node: int) -> list[int]:
-        """The parts whose firsts are the node's."""
-        kind, *parts = self._nodes.keys[node]
-        if kind == "ref":
-            if parts[0] not in self._cut:
-                self._cut[parts[0]] = self._nodes.cut(self._rules.get(parts[0], NEVER))
-            return [self._cut[parts[0]]]
-        if kind == "cat":
-            stop = next((i for i, part in enumerate(parts) if not self._nodes.nullable[part]), len(parts))
-            return parts[: stop + 1]
-        return parts if kind == "or" else parts[:1] if kind == "rep" else []
-
-    def _firsts_of(self, node: int) -> list[tuple[int, tuple[int, ...]]]:
-        kind, *parts = self._nodes.keys[node]
-        if kind in ("text", "counted"):
-            return [(node, ())]
-        found = {}
-        for i, part in enumerate(self._heads(node)):
-            rest = ()
-            if kind == "cat" and i + 1 < len(parts):
-                rest = (self._nodes.cat(parts[i + 1 :]),)
-            elif kind == "rep" and parts[2] != 1:
-                rest = (self._nodes.rep(part, max(parts[1] - 1, 0), None if parts[2] is None else parts[2] - 1),)
-            found.update(((leaf, rest + frames), None) for leaf, frames in self._first[part])
-        if len(found) > MAX_READINGS:
-            raise GrammarError(f"the grammar is too ambiguous: more than {MAX_READINGS} ways to begin", "grammar")
-        return list(found)
-
-    def _begins(self, frame: int) -> list[tuple[int, int, tuple[int, ...]]]:
-        """The same of a frame, with (state of the automaton, loop) for each leaf."""
-        return [(*(self._began.get(leaf) or self._begin(leaf)), pushes) for leaf, pushes in self._first.get(frame) or self._firsts(frame)]
-
-    def _begin(self, leaf: int) -> tuple[int, int]:
-        kind, node, *bounds = self._nodes.keys[leaf]
-        if kind == "text":
-            found = self._automaton.state((node,)), 0
-        else:
-            key = self._automaton.state((self._nodes.rep(node, 0, None),)), *bounds
-            if key not in self._loop_ids:
-                self._loop_ids[key] = len(self._automaton.loops)
-                self._automaton.loops.append(key)
-            found = key[0], self._loop_ids[key]
-        self._began[leaf] = found
-        return found
 
     # ---- byte by byte
 

@@ -174,26 +174,39 @@ int64_t nano_row_values(RowWalk* w, const Leaf* leaves, int64_t n, int32_t* out)
 
 void nano_row_forget(RowWalk* w) { forget(*w); }
 
-void* nano_frames_new() { return new Frames; }
+// Where there is no memory: nullptr, FAILED
+void* nano_frames_new() { return new (std::nothrow) Frames; }
 void nano_frames_free(Frames* frames) { delete frames; }
-void nano_frames_loop(Frames* frames, int between, int low, int high) { frames->loops.push_back({between, low, high}); }
-void nano_frames_tell(Frames* frames, int frame, int item, int64_t low, int64_t high, int nullable) {
-    frames->tell(frame, item, low, high, nullable);
+int64_t nano_frames_loop(Frames* frames, int between, int low, int high) {
+    return attempt([&] { frames->loops.push_back({between, low, high}); return 0; });
 }
-void nano_frames_firsts(Frames* frames, int frame, const int32_t* flat, int64_t n) { frames->tell_firsts(frame, flat, n); }
+int64_t nano_frames_tell(Frames* frames, int frame, int item, int64_t low, int64_t high, int nullable) {
+    return attempt([&] { frames->tell(frame, item, low, high, nullable); return 0; });
+}
+int64_t nano_frames_firsts(Frames* frames, int frame, const int32_t* flat, int64_t n) {
+    return attempt([&] { frames->tell_firsts(frame, flat, n); return 0; });
+}
 
-void* nano_sets_new(Frames* frames, const int64_t* bounds) { return static_cast<SetsHead*>(new RowSets(*frames, bounds)); }
+void* nano_sets_new(Frames* frames, const int64_t* bounds) {
+    RowSets* made = nullptr;
+    attempt([&] { made = new RowSets(*frames, bounds); return 0; });
+    return static_cast<SetsHead*>(made);
+}
 void nano_sets_free(SetsHead* sets) { delete static_cast<RowSets*>(sets); }
 
 int64_t nano_sets_stack(RowSets* sets, const Held* frames, int64_t n) {
-    std::vector<Held> some(frames, frames + n);
-    return guarded(*sets, [&] { return sets->of(some); });
+    return guarded(*sets, [&] {
+        std::vector<Held> some(frames, frames + n);
+        return sets->of(some);
+    });
 }
 int64_t nano_sets_covers(RowSets* sets, int one, int other) { return guarded(*sets, [&] { return sets->covers(one, other); }); }
 int64_t nano_sets_closure(RowSets* sets, int stack) { return guarded(*sets, [&] { return sets->closure(stack); }); }
 int64_t nano_sets_set(RowSets* sets, int ends, const Config* configs, int64_t n) {
-    std::vector<Config> some(configs, configs + n);
-    return guarded(*sets, [&] { return sets->set(ends, some); });
+    return guarded(*sets, [&] {
+        std::vector<Config> some(configs, configs + n);
+        return sets->set(ends, some);
+    });
 }
 int64_t nano_sets_value(RowSets* sets, const Line* lines, int64_t n) { return guarded(*sets, [&] { return sets->value(lines, n); }); }
 int64_t nano_sets_join(RowSets* sets, const int32_t* a, const int32_t* b, int64_t n, int32_t* out) {

@@ -157,7 +157,7 @@ FUNCTIONS = {
 # What returns a number, or an address
 COUNTING = {"nano_look_up", "nano_trie_walk", "nano_join_maps", "nano_row_exits", "nano_row_follow", "nano_row_narrow", "nano_row_settle",
             "nano_row_lines", "nano_row_values", "nano_row_along",
-            *(name for name in FUNCTIONS if name.startswith("nano_sets_") and name not in ("nano_sets_new", "nano_sets_free"))}
+            *(name for name in FUNCTIONS if name.startswith(("nano_sets_", "nano_frames_")) and not name.endswith(("_new", "_free")))}
 ADDRESSES = ("nano_frames_new", "nano_sets_new")
 
 
@@ -501,7 +501,7 @@ class TrieWalker:
             if how == self.EXPAND_STATE:
                 automaton.expand(row.unknown)
             elif how < 0:
-                readings.native.stopped(how)
+                readings.help(how)
             else:
                 return how
             self._see(automaton.delta, automaton._flags)
@@ -520,48 +520,53 @@ class Frames:
     def __init__(self, walker: TrieWalker):
         self.walker, self.library, self.told, self.num_loops = walker, walker._library, set(), 0
         self.address = self.library.nano_frames_new()
+        if not self.address:
+            raise MemoryError("no memory for what grammars begin with")
 
     def __del__(self) -> None:
         self.library.nano_frames_free(self.address)
 
     def add(self, frame: int, item: int, low: int, high: int, nullable: bool) -> None:
         """A frame, as a repeat. high: -1 if it has no bound."""
+        self._call("tell", frame, item, low, high, nullable)
         self.told.add(frame)
-        self.library.nano_frames_tell(self.address, frame, item, low, high, nullable)
 
     def add_loop(self, between: int, low: int, high: int) -> None:
         """The next loop."""
-        self.library.nano_frames_loop(self.address, between, low, high)
+        self._call("loop", between, low, high)
         self.num_loops += 1
 
     def add_firsts(self, frame: int, flat: bytes, size: int) -> None:
         """What a frame may begin with: int32 [size], a state, a loop, how many frames lie below, these; and so on."""
-        self.library.nano_frames_firsts(self.address, frame, flat, size)
+        self._call("firsts", frame, flat, size)
 
-    def sets(self, bounds: tuple[int, ...], stopped) -> Sets:
+    def sets(self, bounds: tuple[int, ...]) -> Sets:
         """Those of a new grammar."""
-        return Sets(self, bounds, stopped)
+        return Sets(self, bounds)
+
+    def _call(self, name: str, *args) -> None:
+        if getattr(self.library, f"nano_frames_{name}")(self.address, *args):
+            raise MemoryError("no memory for what grammars begin with")
 
 
 class Sets:
-    """One grammar's sets. bounds: as the last of SetsHead. stopped(why): does what is needed before it may go on, or raises."""
+    """One grammar's sets. bounds: as the last of SetsHead."""
 
     ASKS_FRAME, LATE, MANY_FRAMES, MANY_READINGS, MANY_STATES, MANY_PLACES, FAILED = range(-1, -8, -1)      # as in cpu/sets.h
 
-    def __init__(self, frames: Frames, bounds: tuple[int, ...], stopped):
-        self.frames, self.stopped, self._library = frames, stopped, frames.library
+    def __init__(self, frames: Frames, bounds: tuple[int, ...]):
+        self.frames, self._library, self.address = frames, frames.library, None
         self.address = self._library.nano_sets_new(frames.address, (_I * len(bounds))(*bounds))
+        if not self.address:
+            raise MemoryError("no memory for a grammar")
         self.head = SetsHead.from_address(self.address)
 
     def __del__(self) -> None:
         self._library.nano_sets_free(self.address)
 
     def call(self, name: str, *args) -> int:
-        """nano_sets_<name>, as often as it is stopped."""
-        function = getattr(self._library, f"nano_sets_{name}")
-        while (found := function(self.address, *args)) < 0:
-            self.stopped(found)
-        return found
+        """nano_sets_<name>: what it finds, or why it has stopped; then it may be called again."""
+        return getattr(self._library, f"nano_sets_{name}")(self.address, *args)
 
     def numbers(self, kind: str, index: int) -> list[int]:
         """Of a `stack`, a `set` or a `state`: what cpu/sets.h has in its place."""

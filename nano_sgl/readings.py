@@ -41,7 +41,6 @@ from .vocab import Vocab
 MAX_READINGS = 1000             # configurations of one state
 MAX_GRAMMAR_STATES = 50_000
 MAX_PLACES = 400_000            # in the rules, that a grammar's states and stacks hold: some 450 bytes each
-FOR_EVER = float("inf")
 REGISTER = -1                   # in place of a count: the number beside the state; -1 - k: k more than that
 Config = tuple[int, int, int, int]
 Begins = Callable[[int], list[tuple[int, int, tuple[int, ...]]]]    # of a frame: (state, loop, frames that lie below, the lowest first) each
@@ -262,7 +261,7 @@ class NativeReadings:
         self.automaton, self.tables, self.loops, self.lock, self._begins = automaton, tables, automaton.loops, lock, begins
         self._own, self._kept_sets, self._kept_configs, self._follow = set(), {}, {}, {}
         self._lent: list[threading.RLock | None] = []       # the lock that the clock had, while it must not let go of it
-        self.native = automaton.frames.sets((nodes.MAX_FRAMES, MAX_READINGS, MAX_GRAMMAR_STATES, MAX_PLACES, COMPARED), self._help)
+        self.native = automaton.frames.sets((nodes.MAX_FRAMES, MAX_READINGS, MAX_GRAMMAR_STATES, MAX_PLACES, COMPARED))
 
     between = Readings.between
 
@@ -309,56 +308,62 @@ class NativeReadings:
         frames = list(frames)
         for frame, _ in frames:
             self._tell(frame)
-        return self.native.call("stack", _flat(frames), len(frames))
+        return self._call("stack", _flat(frames), len(frames))
 
     def covers(self, one: int, other: int) -> bool:
         """Whether a stack allows all that another does; never wrongly true."""
-        return self.native.call("covers", one, other) > 0
+        return self._call("covers", one, other) > 0
 
     def closure(self, stack: int) -> int:
         """The set of what may come when everything above the stack has ended."""
         found = self._follow.get(stack)
         if found is None:
-            found = self._follow[stack] = self.native.call("closure", stack)
+            found = self._follow[stack] = self._call("closure", stack)
         return found
 
     def set(self, may_end: bool, configs: Sequence[Config]) -> int:
         """The set of some configurations."""
         tick()
-        return self.native.call("set", may_end, _flat(configs), len(configs))
+        return self._call("set", may_end, _flat(configs), len(configs))
 
     def value(self, lines: Iterable[tuple[int, int, int]]) -> int:
         """The value of some lines."""
         lines = list(lines)
-        return self.native.call("value", _flat(lines), len(lines))
+        return self._call("value", _flat(lines), len(lines))
 
     def join(self, some: Iterable[int], others: Iterable[int]) -> list[int]:
         """Of two values each both at once."""
         some = np.fromiter(some, np.int32)
         found = np.empty_like(some)
-        self.native.call("join", some.tobytes(), np.fromiter(others, np.int32).tobytes(), len(some), found.ctypes.data)
+        self._call("join", some.tobytes(), np.fromiter(others, np.int32).tobytes(), len(some), found.ctypes.data)
         return found.tolist()
 
     def lines_of(self, values: Sequence[int]) -> list[int]:
         """Values in the tables: the index of the first line of each. Makes the states that they lead to."""
         found = np.empty(len(values), np.int32)
         with self:
-            self.native.call("lines", np.array(values, np.int32).tobytes(), len(values), found.ctypes.data)
+            self._call("lines", np.array(values, np.int32).tobytes(), len(values), found.ctypes.data)
         return found.tolist()
 
     def state(self, which: int) -> tuple[int, bool, int]:
         """(index of the state, whether the count is kept, what is added to it, or to 0) for a set."""
         with self:
-            index = self.native.call("state", which)
+            index = self._call("state", which)
         return index, bool(self.native.head.keep), self.native.head.add
 
     def along(self, which: int, text: bytes | None, size: int, budget: int) -> tuple[bytes, int]:
         """From a set on along a text, or along what must follow: as native.TrieWalker.along."""
+        self.native.head.deadline = CLOCK.deadline
         return self.automaton.frames.walker.along(which, text, size, budget, self)
+
+    def values(self, leaves: np.ndarray, low: int, high: int) -> list[int]:
+        """The value of each leaf: as native.TrieWalker.values."""
+        self.native.head.deadline = CLOCK.deadline
+        return self.automaton.frames.walker.values(leaves, self, low, high).tolist()
 
     def place(self, stack: int, loop: int, count: int) -> int:
         """The number of a place, as rows have it."""
-        return self.native.call("place", stack, loop, count)
+        return self._call("place", stack, loop, count)
 
     def __enter__(self) -> None:
         """Within, states and lines are made; then the tables have them. Their numbers are given here, so nobody else may have the lock meanwhile."""
@@ -370,7 +375,6 @@ class NativeReadings:
     def __exit__(self, *error: object) -> None:
         CLOCK.lock = self._lent.pop()
         head = self.native.head
-        head.deadline = FOR_EVER
         accept_from, lines = self.native.written()
         if accept_from is not None:
             start = self.tables.add_states(len(accept_from), accept_from)
@@ -381,10 +385,17 @@ class NativeReadings:
             if error[0] is None:
                 self.tables.check_size()
                 if head.places > MAX_PLACES:
-                    self._help(self.native.MANY_PLACES)
+                    self.help(self.native.MANY_PLACES)
 
-    def _help(self, why: int) -> None:
-        """Somebody has stopped."""
+    def _call(self, name: str, *args) -> int:
+        """native.Sets.call, as often as it is stopped."""
+        self.native.head.deadline = CLOCK.deadline
+        while (found := self.native.call(name, *args)) < 0:
+            self.help(found)
+        return found
+
+    def help(self, why: int) -> None:
+        """C++ has stopped: what it needs before it may go on. Raises GrammarError."""
         if why != self.native.ASKS_FRAME:
             text = {self.native.LATE: "the grammar takes too long", self.native.MANY_FRAMES: TOO_MANY_FRAMES.format(nodes.MAX_FRAMES),
                     self.native.MANY_READINGS: TOO_MANY_READINGS.format(MAX_READINGS), self.native.MANY_PLACES: TOO_LARGE.format(MAX_PLACES),

@@ -73,7 +73,7 @@ class RowBuilder(waves.WaveBuilder):
                 (template, (classes,)) = taken[0]
                 which, _ = self.grammar.shared.map_of([template])
             elif taken:
-                self.dense = [(template, self._join_leaves(walker, leaves)) for template, leaves in taken]
+                self.dense = [(template, self._join_leaves(leaves)) for template, leaves in taken]
                 which, values = self._base()
                 classes = np.array(values, np.int32)
             with self.readings:
@@ -133,9 +133,9 @@ class RowBuilder(waves.WaveBuilder):
                 fresh = True
         return fresh
 
-    def _join_leaves(self, walker, leaves: list[np.ndarray]) -> list[int]:
+    def _join_leaves(self, leaves: list[np.ndarray]) -> list[int]:
         """The values of a template's classes, which may be several leaves each."""
-        values, *more = [walker.values(each, self.readings, self.low, self.high).tolist() for each in leaves]
+        values, *more = [self.readings.values(each, self.low, self.high) for each in leaves]
         for others in more:
             values = self.readings.join(values, others)
         return values

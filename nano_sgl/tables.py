@@ -113,7 +113,6 @@ class Tables:
         self.habits: dict[int, list[float]] = {}    # how far the chain of a state is followed: constraint.py's
         self.exits = Pool(2)                        # (state in which a model thinks, state in which it closes that), before the row is built
         self.lines.append(np.array([[1, 0, -1, 0]]))
-        self._asked = 0
         self.rows: list[Row | None] = []            # by state
         self.built: list[int] = []                  # the states whose rows are whole, in the order in which they became so
 
@@ -124,9 +123,8 @@ class Tables:
         return 4 * numbers + 2 * len(self.maps) * self.vocab.size
 
     def check_size(self) -> None:
-        """Raises GrammarError: they are too large. Asked often, it looks now and then."""
-        self._asked += 1
-        if not self._asked & 31 and self.nbytes > MAX_TABLE_BYTES:
+        """Raises GrammarError: they are too large."""
+        if self.nbytes > MAX_TABLE_BYTES:
             raise GrammarError(f"the grammars need more than {MAX_TABLE_BYTES >> 20} MiB", "grammar")
 
     def add_states(self, number: int, accept_from: int | np.ndarray) -> int:

@@ -1,9 +1,9 @@
 """Sets of readings: what Python and C++ find is the same, under numbers of their own."""
 
-import itertools
+import gc
 import random
-import re
 import threading
+import weakref
 
 import pytest
 
@@ -23,15 +23,19 @@ GRAMMARS = {
 TEXT = b"aabbcab,.a()[]"
 
 
-@pytest.fixture(params=GRAMMARS)
-def both(request):
-    """(a grammar, its readings in Python, and in C++ where there is a compiler) over the same automaton."""
+def compiled(name: str):
     vocab = Vocab([bytes([b]) for b in range(256)])
     if (library := native.library()) is not None:
         vocab.walker = native.TrieWalker(vocab, library)
-    machine = grammar.compile("ebnf", GRAMMARS[request.param], vocab)
+    return grammar.compile("ebnf", GRAMMARS[name], vocab)
+
+
+@pytest.fixture(params=GRAMMARS)
+def both(request):
+    """(a grammar, its readings in Python, and in C++ where there is a compiler) over the same automaton."""
+    machine = compiled(request.param)
     automaton, lock = machine.shared.automaton, threading.RLock()
-    return machine, *(kind(automaton, Tables(vocab), lock, machine._begins) for kind in (readings.Readings, type(machine.readings)))
+    return machine, *(kind(automaton, Tables(machine.vocab), lock, machine.readings._begins) for kind in (readings.Readings, type(machine.readings)))
 
 
 def first(machine, some) -> int:
@@ -124,30 +128,63 @@ def test_what_is_too_much_is_refused(bound, text, both, monkeypatch):
     machine, python, _ = both
     monkeypatch.setattr(readings, bound, 0)
     for kind in (readings.Readings, type(machine.readings)):
-        some = kind(python.automaton, Tables(machine.vocab), threading.RLock(), machine._begins)
+        some = kind(python.automaton, Tables(machine.vocab), threading.RLock(), machine.readings._begins)
         with pytest.raises(GrammarError, match=text):
             first(machine, some)
 
 
-def test_states_keep_their_numbers_while_others_compile(monkeypatch):
+@pytest.mark.parametrize("name", ["counted", "repeats"])
+def test_states_keep_their_numbers_while_others_make_some(name, monkeypatch):
     """A thread that compiles lets go of the lock now and then, but never between giving a state its number and making it."""
-    vocab = Vocab([bytes([b]) for b in range(97, 123)])
-    if (library := native.library()) is not None:
-        vocab.walker = native.TrieWalker(vocab, library)
-    texts = [f"[a-z]{{0,{4 + i}}}({'|'.join('abc'[k % 3] * (k % 4 + 1) for k in range(i + 2))})+x" for i in range(12)]
+    machine = compiled(name)
+    told, lock, tables, came, others = machine.readings._begins, threading.RLock(), Tables(machine.vocab), [], []
     monkeypatch.setattr(rules, "YIELD_S", -1.0)                 # whenever it may
-    monkeypatch.setattr(rules, "TICKS", itertools.repeat(0))
-    made = {}
-    threads = [threading.Thread(target=lambda part=part: made.update({t: grammar.compile("regex", t, vocab) for t in texts[part::3]}))
-               for part in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert len(made) == len(texts)
-    for text, machine in made.items():
-        for word in ("x", "ax", "abcax", "ccabx", "zzbx", "a" * 21 + "x"):
-            state = machine.start
-            for byte in word.encode():
-                state = None if state is None else machine.step(state, byte - 97)
-            assert (state is not None and machine.is_accepting(state)) == bool(re.fullmatch(text, word)), (text, word)
+
+    def add_one():
+        with lock:
+            came.append(tables.add_states(1, INF))
+
+    def begins(frame):
+        others.append(threading.Thread(target=add_one))         # somebody waits for the lock whenever a frame is asked for
+        others[-1].start()
+        while rules.CLOCK.lock is not None and others[-1].is_alive():
+            rules.pause()
+        return told(frame)
+
+    some, states = readings.make(machine.shared.automaton, tables, lock, begins), {}
+    with lock, rules.time_limit(None, lock):
+        work = [first(machine, some)]
+        while work and len(states) < 60:
+            if (which := work.pop()) not in states:
+                states[which] = some.state(which)[0]
+                work += [to for byte in sorted(set(TEXT)) if (to := after(machine, some, which, bytes([byte]))) is not None]
+    for other in others:
+        other.join(20)
+    assert len(came) == len(others) > 3 and not set(came) & {*states.values()} and all(map(some.has, states.values())) and not any(map(some.has, came))
+
+
+def test_a_grammar_goes_with_its_last_reference():
+    """Not when the garbage collector comes by: what is in C++ it does not know to be large."""
+    for name in GRAMMARS:
+        machine = compiled(name)
+        machine.row(machine.start)
+        held = [weakref.ref(machine), weakref.ref(machine.readings), *([weakref.ref(machine.readings.native)] if machine.readings.native else [])]
+        gc.disable()
+        try:
+            del machine
+            assert [one() for one in held] == [None] * len(held)
+        finally:
+            gc.enable()
+
+
+def test_time_ends_what_takes_too_long(both):
+    """Also what C++ does on its own: here it joins what is known already."""
+    machine, *twins = both
+    for some in twins:
+        which = first(machine, some)
+        others = [some.value([(1, i + 3, which)]) for i in range(1500)]
+        with rules.time_limit(0.0), pytest.raises(GrammarError, match="takes too long"):
+            some.join([some.value([(0, i + 1, which)]) for i in range(1500)], others)
+            some.set(False, [config for q in range(30) for config in some.at(which)[1]] * 30)
+            for i in range(300):
+                some.set(False, [(q, *config[1:]) for q in range(i) for config in some.at(which)[1]])

@@ -52,7 +52,7 @@ struct RowSets : Sets {
         const int64_t at = slot(leaf);
         if (table[at] >= 0) return leaves[table[at]];
         table[at] = leaves.size();
-        leaves.push_back({leaf, -1, -1});
+        leaves.push_back({leaf, -1, -1}), count_small();
         if (2 * leaves.size() > table.size()) {
             table.assign(4 * table.size(), -1);
             for (size_t i = 0; i < leaves.size(); i++) table[slot(leaves[i].leaf)] = i;
@@ -258,11 +258,11 @@ int32_t value_of(RowWalk& w, const Leaf& leaf) {
     std::vector<Config> configs;
     bool ends = false, holds = line.low <= line.high;
     if (at.loop && at.count == IN_REGISTER) {
-        line.low = 0, line.high = sets.frames.loops[at.loop].high - leaf.begun;
+        line.low = 0, line.high = sets.frames.loop(at.loop).high - leaf.begun;
         holds = line.high >= 0;
         configs.push_back({leaf.state, at.stack, at.loop, IN_REGISTER - leaf.begun});
     } else if (at.loop) {
-        holds = holds && (int64_t)at.count + leaf.begun <= sets.frames.loops[at.loop].high;
+        holds = holds && (int64_t)at.count + leaf.begun <= sets.frames.loop(at.loop).high;
         configs.push_back({leaf.state, at.stack, at.loop, at.count + leaf.begun});
     } else {
         if (w.walk->goes_on[leaf.state]) configs.push_back({leaf.state, at.stack, 0, 0});
@@ -353,10 +353,10 @@ int find_seeds(RowWalk& w, int32_t state) {
     w.low = w.high = 0;
     for (const Config& one : configs) {
         sets.seeds.push_back({one.q, sets.place({one.stack, one.loop, one.count}), -1});
-        if (one.loop && one.count == IN_REGISTER) w.low = sets.frames.loops[one.loop].low, w.high = sets.frames.loops[one.loop].high;
+        if (one.loop && one.count == IN_REGISTER) w.low = sets.frames.loop(one.loop).low, w.high = sets.frames.loop(one.loop).high;
     }
     for (const Config& one : configs) {
-        if (!one.loop || one.q != sets.frames.loops[one.loop].between || !(one.count == IN_REGISTER || sets.is_between(one))) continue;
+        if (!one.loop || one.q != sets.frames.loop(one.loop).between || !(one.count == IN_REGISTER || sets.is_between(one))) continue;
         const int32_t set = sets.closure(one.stack);
         const std::vector<Config> after(sets.sets.at(set) + 1, sets.sets.at(set) + sets.sets.length(set));
         for (const Config& next : after)
@@ -396,7 +396,7 @@ int find_waiting(RowWalk& w, int32_t set, std::vector<Config>& waiting) {
     for (size_t i = 0, n = waiting.size(); i < n; i++)
         if (waiting[i].loop && sets.is_between(waiting[i])) sets.add_configs(sets.closure(waiting[i].stack), waiting);
     const auto is_full = [&](const Config& c) {
-        return c.loop && c.q == sets.frames.loops[c.loop].between && c.count >= sets.frames.loops[c.loop].high;
+        return c.loop && c.q == sets.frames.loop(c.loop).between && c.count >= sets.frames.loop(c.loop).high;
     };
     waiting.erase(std::remove_if(waiting.begin(), waiting.end(), is_full), waiting.end());
     for (const Config& one : waiting) {
@@ -425,7 +425,7 @@ int32_t advance_set(RowWalk& w, const std::vector<Config>& waiting, int byte) {
         const int32_t to = w.walk->delta[256 * (int64_t)one.q + byte];
         if (to < 0) continue;
         if (one.loop) {
-            configs.push_back({to, one.stack, one.loop, one.count + (one.q == sets.frames.loops[one.loop].between)});
+            configs.push_back({to, one.stack, one.loop, one.count + (one.q == sets.frames.loop(one.loop).between)});
             continue;
         }
         if (w.walk->goes_on[to]) configs.push_back({to, one.stack, 0, 0});

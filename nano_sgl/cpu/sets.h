@@ -48,7 +48,8 @@ struct Frames {
     std::vector<int32_t> pushes;
     std::vector<Loop> loops;
 
-    Frame& operator[](int32_t frame) { return frames[frame == BOTTOM ? 0 : index[frame]]; }
+    Frame& operator[](int32_t frame) { return frames.at(frame == BOTTOM ? 0 : index.at(frame)); }      // throws, of one that nobody has told
+    const Loop& loop(int32_t i) const { return loops.at(i); }
 
     void tell(int32_t frame, int32_t item, int64_t low, int64_t high, bool nullable) {
         if ((size_t)frame >= index.size()) index.resize(std::max<size_t>(2 * index.size(), frame + 64), -1);
@@ -143,7 +144,7 @@ struct Sets : SetsHead {
     std::vector<Ending> endings;
     std::vector<int32_t> firsts;
     std::vector<int32_t> fresh_states, fresh_lines;
-    int64_t ticks = 0;
+    int64_t ticks = 0, small = 0;
 
     Sets(Frames& frames, const int64_t* bounds) : SetsHead(), frames(frames) {
         deadline = 1e300;
@@ -151,8 +152,11 @@ struct Sets : SetsHead {
         values(nullptr, 0), entries.push_back(0);
     }
 
-    void tick() {
-        if (++ticks & 255) return;
+    // Before work: so many steps of it.
+    void tick(int64_t steps = 1) {
+        const int64_t before = ticks >> 8;
+        ticks += steps;
+        if (ticks >> 8 == before) return;
         if (std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count() > deadline) throw Stop{LATE};
     }
 
@@ -160,6 +164,11 @@ struct Sets : SetsHead {
         places += more;
         if (places > max_places) throw Stop{MANY_PLACES};
         tick();
+    }
+
+    // What takes a tenth of a place: entries of tables.
+    void count_small() {
+        if (++small % 10 == 0) count_places(1);
     }
 
     // ---- stacks
@@ -174,6 +183,7 @@ struct Sets : SetsHead {
     }
 
     int32_t of(std::vector<Held>& some) {
+        tick(some.size());
         std::sort(some.begin(), some.end());
         return of(some.data(), std::unique(some.begin(), some.end()) - some.begin());
     }
@@ -236,7 +246,7 @@ struct Sets : SetsHead {
             for (int64_t i = 0; i < ours && !any; i++) any = frame_covers(frames_of(one)[i], frames_of(other)[k], depth);
             all = any;
         }
-        covered[key] = all;
+        covered[key] = all, count_small();
         return all;
     }
 
@@ -314,6 +324,7 @@ struct Sets : SetsHead {
 
     int32_t set(bool ends, std::vector<Config>& configs) {
         bool plain = true;
+        tick(configs.size());
         for (const Config& one : configs) plain &= !one.loop;
         std::sort(configs.begin(), configs.end(), [](const Config& a, const Config& b) {
             return a.q != b.q ? a.q < b.q : a.loop != b.loop ? a.loop < b.loop : a.count != b.count ? a.count < b.count : a.stack < b.stack;
@@ -348,7 +359,7 @@ struct Sets : SetsHead {
             if (i && (configs[n - 1].q != one.q || configs[n - 1].loop != one.loop)) enough.clear();
             if (one.loop && one.count >= 0) {
                 if (std::any_of(enough.begin(), enough.end(), [&](int32_t other) { return covers(other, one.stack); })) continue;
-                if (one.count >= frames.loops[one.loop].low && (int64_t)enough.size() < compared) enough.push_back(one.stack);
+                if (one.count >= frames.loop(one.loop).low && (int64_t)enough.size() < compared) enough.push_back(one.stack);
             }
             configs[n++] = one;
         }
@@ -398,6 +409,7 @@ struct Sets : SetsHead {
             if (!lines.empty() && lines.back().high == low - 1 && lines.back().set == set) low = lines.back().low, lines.pop_back();
             lines.push_back({low, high, set});
         }
+        count_small();
         return joined[key] = value(lines.data(), lines.size());
     }
 
@@ -420,7 +432,7 @@ struct Sets : SetsHead {
 
     int32_t value(const Line* lines, int64_t n) {
         const int32_t found = values(lines, n);
-        if (found == (int32_t)entries.size()) entries.push_back(-1);
+        if (found == (int32_t)entries.size()) entries.push_back(-1), count_small();
         return found;
     }
 
@@ -459,7 +471,7 @@ struct Sets : SetsHead {
         return states[list];
     }
 
-    bool is_between(const Config& c) const { return c.q == frames.loops[c.loop].between && c.count >= frames.loops[c.loop].low; }
+    bool is_between(const Config& c) const { return c.q == frames.loop(c.loop).between && c.count >= frames.loop(c.loop).low; }
 
     // Of a set; `keep`: whether the count is kept, `add`: what is added to it, or to 0. One repeat uses the number.
     int32_t state(int32_t set) {
@@ -467,7 +479,7 @@ struct Sets : SetsHead {
         const bool ends = key[0].q;
         int64_t keeps = 0, adds = 0;
         size_t chosen = 0;
-        const auto rank = [&](const Config& c) { return std::make_pair(c.count >= 0, -(int64_t)frames.loops[c.loop].high); };
+        const auto rank = [&](const Config& c) { return std::make_pair(c.count >= 0, -(int64_t)frames.loop(c.loop).high); };
         for (size_t i = 1; i < key.size(); i++)
             if (key[i].loop && (!chosen || rank(key[i]) < rank(key[chosen]))) chosen = i;
         key[0] = {ends ? 0 : FOREVER, 0, 0, 0};
@@ -475,7 +487,7 @@ struct Sets : SetsHead {
             for (size_t i = 1; i < key.size() && key[0].q; i++)
                 if (i != chosen && is_between(key[i]) && may_end(closure(key[i].stack))) key[0].q = 0;
             Config& one = key[chosen];
-            if (key[0].q && one.q == frames.loops[one.loop].between && may_end(closure(one.stack))) key[0].q = frames.loops[one.loop].low;
+            if (key[0].q && one.q == frames.loop(one.loop).between && may_end(closure(one.stack))) key[0].q = frames.loop(one.loop).low;
             keeps = one.count < 0, adds = keeps ? -1 - (int64_t)one.count : one.count;
             one.count = IN_REGISTER;
             std::sort(key.begin() + 1, key.end());
@@ -490,7 +502,7 @@ struct Sets : SetsHead {
     int32_t place(const Where& one) {
         const int32_t found = where(&one, 1);
         if (found == (int32_t)endings.size()) {
-            const Loop& loop = frames.loops[one.loop];
+            const Loop& loop = frames.loop(one.loop);
             if (!one.loop) endings.push_back({-1, 0, -1, 0, 0, 0});
             else if (one.count == IN_REGISTER) endings.push_back({-1, 0, loop.between, 0, loop.high, 1});
             else endings.push_back({-1, 0, loop.between, loop.low - one.count, loop.high - one.count, 0});
@@ -514,17 +526,22 @@ struct Sets : SetsHead {
     }
 };
 
+// What it returns, or why it stopped. What nobody expects, memory or an index that is none, is an error there, too, and not the end of the process.
+template <class Do>
+int64_t attempt(Do what) {
+    try {
+        return what();
+    } catch (const Stop& stop) {
+        return stop.why;
+    } catch (...) {
+        return FAILED;
+    }
+}
+
 template <class Do>
 int64_t guarded(Sets& sets, Do what) {
-    int64_t found;
     if (sets.written) sets.fresh_states.clear(), sets.fresh_lines.clear(), sets.written = 0;
-    try {
-        found = what();
-    } catch (const Stop& stop) {
-        found = stop.why;
-    } catch (...) {                     // memory, or an index that is none: an error there, too, and not the end of the process
-        found = FAILED;
-    }
+    const int64_t found = attempt(what);
     sets.new_states = sets.fresh_states.data(), sets.num_new_states = sets.fresh_states.size();
     sets.new_lines = sets.fresh_lines.data(), sets.num_new_lines = sets.fresh_lines.size() / 4;
     return found;
