@@ -4,8 +4,9 @@ Every accepted text of every case is tokenised and walked twice, and each state 
 every engine in a process of its own.
 
     right       cases of which all texts to accept pass, and all to reject do not
-    + first     ms: the grammar's text to a grammar, and the first mask. Ours alone: `anew` is with nothing known of the vocabulary but its tree, as
-                in a fresh process; else grammars share what they have in common, in the order of the file
+    + first     ms: the grammar's text to a grammar, and the first mask. Ours alone: `anew` is each in an engine that has just
+                started (which makes a few grammars before it is asked for one: compiler.WARM); else grammars share what they have in common, in
+                the order of the file
     cold        us: a state's mask when its grammar meets it for the first time (the peers keep none: theirs are all masks of the first walk)
     a token     us: the mean and p99 of all masks of the first walk
     warm        us: a mask of the second walk: ours is an index into a list, and no bytes move. A mask on the host, as tests read it, is `host mask`
@@ -96,12 +97,15 @@ class Ours:
         self.grammar, self.layout, self.vocab = grammar, about["layout"], Vocab(about["tokens"], about["ends"])
         if about["native"] and (loaded := native.library()) is not None:
             self.vocab.walker = native.TrieWalker(self.vocab, loaded)
-        for kind, text, begin in compiler.WARM:     # as the engine does before it is asked for a grammar
-            machine = grammar.compile(kind, text, self.vocab)
-            machine.row(machine.step_bytes(machine.start, begin))
+        self.warm = compiler.WARM
+        self.forget()
 
     def forget(self):
+        """As an engine that has just started: before it is asked for a grammar it makes a few of its own."""
         self.vocab.shared = None
+        for kind, text, begin in self.warm:
+            machine = self.grammar.compile(kind, text, self.vocab)
+            machine.row(machine.step_bytes(machine.start, begin))
 
     def compile(self, kind, text):
         return self.grammar.compile("json_schema" if kind == "json" else kind, text, self.vocab, whitespace=self.layout)

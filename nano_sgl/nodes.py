@@ -21,12 +21,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable
 
-from .rules import MAX_COUNT, Expr, GrammarError, pause
+from .rules import INF, MAX_COUNT, Expr, GrammarError, pause
 
 EMPTY, NEVER = 0, 1             # the nodes of the empty text and of nothing at all
 CHUNK = 256                     # parts of one Cat: longer ones become trees, so that no suffix is long. Equal texts in other trees are not equal
 NARROW = 24                     # bytes: a loop over no more is cheap, as are few repeats of it
-UNROLLED = 8
+UNROLLED = 8                    # and of a loop over many, in front of another
 MAX_FRAMES = 1000               # of one stack
 COMPARED = 32                   # readings that are compared with each other, to leave out what others cover
 DONE = (-1, -1)                 # in place of a frame: the stack is empty
@@ -111,7 +111,7 @@ class Nodes:
         return node if node in (EMPTY, NEVER) else self._intern(("text", node), self.nullable[node], True)
 
     def counted(self, item: int, low: int, high: int) -> int:
-        """A leaf: `low` >= 1 to `high` times a prefix code."""
+        """A leaf: `low` >= 1 to `high` times a prefix code; INF: any number."""
         return self._intern(("counted", item, low, high), False, True)
 
     def cat(self, parts: Iterable[int]) -> int:
@@ -324,10 +324,22 @@ class Nodes:
                 elif high > (1 if wide else UNROLLED):
                     found = STACKED
             elif kind in ("cat", "or"):
-                shapes = [self.shape(part) for part in parts]
+                shapes = self._shapes_of(parts) if kind == "cat" else [self.shape(part) for part in parts]
                 found = max(shapes) if kind == "or" or max(shapes[:-1]) == LIGHT else STACKED
             self._shapes[node] = found
         return found
+
+    def _shapes_of(self, parts: list[int]) -> list[int]:
+        """Of each part of a Cat. Few repeats in front of a wide loop are one piece with it: counted, they would have many ends to go on from."""
+        shapes, left = [self.shape(part) for part in parts], 0
+        for i in range(len(parts) - 1, -1, -1):
+            if shapes[i] == TAIL:
+                left = UNROLLED
+            elif shapes[i] == STACKED and left:
+                item, _, high = self.bounds(parts[i])
+                few = high not in (1, None) and high <= left and self.shape(item) == LIGHT
+                left, shapes[i] = (left - high, LIGHT) if few else (0, STACKED)
+        return shapes
 
     def cut(self, node: int) -> int:
         """The node with its pieces as leaves `text` and `counted`; what is left between them is for the stack."""
@@ -350,8 +362,7 @@ class Nodes:
 
     def _pieces(self, parts: list[int]) -> list[int]:
         pieces, group = [], []
-        for part in parts:
-            shape = self.shape(part)
+        for part, shape in zip(parts, self._shapes_of(parts)):
             if shape != STACKED:
                 group.append(part)
             if shape != LIGHT:
@@ -362,6 +373,8 @@ class Nodes:
         return [*pieces, self.text(self.cat(group))]
 
     def _cut_repeat(self, item: int, low: int, high: int | None) -> int:
+        if self.shape(item) == LIGHT and high is None and low > 1 and self.is_prefix_code(item):
+            return self.counted(item, low, INF)
         if self.shape(item) == LIGHT and high is None and low:
             return self.cat([self.cut(self.rep(item, low, low)), self.cut(self.rep(item, 0, None))])
         if self.shape(item) == LIGHT and high is not None and self.is_prefix_code(item):

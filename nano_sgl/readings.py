@@ -34,8 +34,8 @@ import numpy as np
 from . import nodes
 from .automaton import Automaton
 from .nodes import COMPARED, DONE, Stacks
-from .rules import CLOCK, GrammarError, tick
-from .tables import ADD_SHIFT, INF, KEEP, MORE, Tables
+from .rules import CLOCK, INF, GrammarError, tick
+from .tables import ADD_SHIFT, KEEP, MORE, Tables
 from .vocab import Vocab
 
 MAX_READINGS = 1000             # configurations of one state
@@ -116,6 +116,8 @@ class Readings:
 
     def set(self, may_end: bool, configs: Sequence[Config]) -> int:
         """The set of some configurations."""
+        if any([config[2] for config in configs]):
+            configs = [(*config[:3], self._counted(*config[2:])) if config[2] else config for config in configs]
         if len(configs) == 1:
             return self._interned(may_end, tuple(configs))
         if not any([config[2] for config in configs]) and len({config[0] for config in configs}) == len(configs):
@@ -128,6 +130,11 @@ class Readings:
         if len(merged) > 1 and any(key[1] for key in merged):
             merged = self._uncovered(merged)
         return self._interned(may_end, sorted([(q, stack, loop, count) for (q, loop, count), stack in merged.items()]))
+
+    def _counted(self, loop: int, count: int) -> int:
+        """A count as far as it matters: in a repeat without an upper bound, up to the lower one."""
+        _, low, high = self.loops[loop]
+        return low if high == INF and count > low else count
 
     def _interned(self, may_end: bool, configs: Sequence[Config]) -> int:
         """A set of configurations, in order, of which none says what others do."""
@@ -236,7 +243,7 @@ class Readings:
         counted = [config for config in configs if config[2]]
         if not counted:
             return configs, False, 0, 0 if may_end else INF
-        chosen = min(counted, key=lambda c: (c[3] >= 0, -self.loops[c[2]][2], c))
+        chosen = min(counted, key=lambda c: (c[3] >= 0, -self.counts(c[2]), c))
         rest = [config for config in configs if config != chosen]
         accept_from = 0 if may_end or any(self._ends_after(c) for c in rest if self.between(c[0], c[2], c[3])) else INF
         between, low, _ = self.loops[chosen[2]]
@@ -244,6 +251,11 @@ class Readings:
             accept_from = low
         rest.append((*chosen[:3], REGISTER))
         return tuple(sorted(rest)), chosen[3] < 0, -1 - chosen[3] if chosen[3] < 0 else chosen[3], accept_from
+
+    def counts(self, loop: int) -> int:
+        """How far it is counted."""
+        _, low, high = self.loops[loop]
+        return low if high == INF else high
 
     def between(self, q: int, loop: int, count: int) -> bool:
         """Whether a counted repeat may end here, by a count that is known."""

@@ -40,6 +40,7 @@ from typing import NamedTuple
 
 MAX_DEPTH = 64             # groups in groups: whoever walks an expression may recurse
 MAX_COUNT = 2**31 - 1      # of one repeat: the device counts down in an int32
+INF = MAX_COUNT                 # in place of a count: without bound
 MAX_COUNTERS = 100_000     # combinations of counts that are alive around a character
 YIELD_S = 0.002            # between the moments at which a compilation lets go of its lock
 LAST_CHAR = 0x10FFFF

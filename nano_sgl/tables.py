@@ -25,10 +25,9 @@ from typing import NamedTuple
 import numpy as np
 
 from .automaton import distinct
-from .rules import GrammarError
+from .rules import INF, GrammarError
 from .vocab import Vocab
 
-INF = (1 << 31) - 1
 COUNT_SHIFT = 32                # a state is index | count << 32
 INDEX = (1 << COUNT_SHIFT) - 1
 MORE, KEEP, ADD_SHIFT = 1, 2, 2  # of a line's op: another line follows; the count is kept; what is added to it (or to 0)

@@ -219,21 +219,26 @@ class WaveBuilder:
         if x < 0 and (found := places.values.get(key)) is not None:
             return found
         readings, (stack, loop, count) = self.readings, places.keys[place]
-        low, high = (0, INF) if x < 0 else (max(self.low - x, 0), self.high - x)
-        most = readings.loops[loop][2]
+        low, high = (0, INF) if x < 0 else (max(self.low - x, 0), self.high - x if self.high < INF else INF)
+        _, least, most = readings.loops[loop]
+        lines = []
         if loop and count == REGISTER:
-            line = (0, most - begun, readings.set(False, ((to, stack, loop, REGISTER - begun),))) if begun <= most else ()
+            enough = max(least - begun, 0) if most == INF else INF      # from which count on it no longer matters
+            if begun <= most and enough:
+                lines.append((0, min(most - begun, enough - 1), readings.set(False, ((to, stack, loop, REGISTER - begun),))))
+            if most == INF:
+                lines.append((enough, INF, readings.set(False, ((to, stack, loop, least),))))
         elif low > high or loop and count + begun > most:
-            line = ()
+            pass
         elif loop:
-            line = low, high, readings.set(False, ((to, stack, loop, count + begun),))
+            lines.append((low, high, readings.set(False, ((to, stack, loop, count + begun),))))
         else:
             may_end, configs = False, ((to, stack, 0, 0),) if self.automaton.goes_on[to] else ()
             if self.automaton.accepts[to]:
                 may_end, more = readings.at(readings.closure(stack))
                 configs += more
-            line = low, high, readings.set(may_end, configs)
-        found = readings.value((line,)) if line else 0
+            lines.append((low, high, readings.set(may_end, configs)))
+        found = readings.value(lines) if lines else 0
         if x < 0:
             places.values[key] = found
         return found

@@ -183,6 +183,10 @@ HARD = {
     "words of words": {"S": Repeat(Cat((Repeat(CHAR, 1, 4), Repeat(c, 0, 1))), 1, 3)},
     "words of words, at least two": {"S": Cat((Repeat(Cat((Repeat(byte("ab"), 2, 4), Repeat(c, 0, 1))), 2, 4), Repeat(Ref("S"), 0, 1)))},
     "many in a row": {"S": Cat((*[Repeat(a, 0, 1)] * 4, *[byte("ab")] * 9, *[Repeat(CHAR, 1, None)] * 2, Repeat(c, 1, 2), Repeat(c, 0, None)))},
+    "open counts": {"S": Cat((Repeat(CHAR, 3, None), c, Repeat(byte("ab"), 4, None)))},
+    "two open counts at once": {"S": Or((Cat((Repeat(CHAR, 3, None), c)), Cat((Repeat(byte("ab"), 5, None), b)), Repeat(CHAR, 0, 2)))},
+    "open counts in counts": {"S": Repeat(Cat((Repeat(CHAR, 3, None), Repeat(c, 0, 1))), 2, None)},
+    "few in front of many": {"S": Cat((Repeat(CHAR, 2, 5), Repeat(byte("ab"), 3, 3), Repeat(CHAR, 0, None), c))},
     "behind a count": {"S": Or((c, Cat((Repeat(byte("ab"), 2, 10), S, c))))},
 }
 
@@ -286,6 +290,18 @@ def test_a_long_free_string_builds_few_rows(demo):
         assert state is not None
     assert machine.is_accepting(state)
     assert sum(row is not None for row in machine.tables.rows) <= 20
+
+
+def test_an_open_repeat_counts_up_to_its_lower_bound(demo):
+    tokenizer, vocab = demo
+    vocab.shared = None
+    machine = grammar.compile("regex", r'"[^"\n]{5,}"', vocab)
+    state, counts = machine.start, []
+    for token in tokenizer.encode('"' + "The brown fox jumps. " * 20 + '"', add_special_tokens=False):
+        assert (state := machine.step(state, token)) is not None
+        counts.append(machine.split(state)[1])
+    assert machine.is_accepting(state) and max(counts) == 5 and len(set(counts)) > 2
+    assert sum(row is not None for row in machine.tables.rows) <= 3
 
 
 @pytest.mark.parametrize("low, high", [(0, 7), (1, 100_000), (50, 50), (3, 60), (99_999, 100_000)])

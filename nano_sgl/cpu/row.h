@@ -253,26 +253,36 @@ int32_t value_of(RowWalk& w, const Leaf& leaf) {
     Known* known = leaf.x < 0 ? &sets.known(leaf) : nullptr;
     if (known && known->value >= 0) return known->value;
     const Where at = *sets.where.at(leaf.place);
-    Line line{0, FOREVER, -1};
-    if (leaf.x >= 0) line.low = std::max<int64_t>(w.low - leaf.x, 0), line.high = w.high - leaf.x;
-    std::vector<Config> configs;
-    bool ends = false, holds = line.low <= line.high;
+    const Loop loop = sets.frames.loop(at.loop);
+    int32_t low = 0, high = FOREVER, found = 0;
+    if (leaf.x >= 0) low = std::max<int64_t>(w.low - leaf.x, 0), high = w.high == FOREVER ? FOREVER : w.high - leaf.x;
     if (at.loop && at.count == IN_REGISTER) {
-        line.low = 0, line.high = sets.frames.loop(at.loop).high - leaf.begun;
-        holds = line.high >= 0;
-        configs.push_back({leaf.state, at.stack, at.loop, IN_REGISTER - leaf.begun});
-    } else if (at.loop) {
-        holds = holds && (int64_t)at.count + leaf.begun <= sets.frames.loop(at.loop).high;
-        configs.push_back({leaf.state, at.stack, at.loop, at.count + leaf.begun});
-    } else {
-        if (w.walk->goes_on[leaf.state]) configs.push_back({leaf.state, at.stack, 0, 0});
-        if (w.walk->accepts[leaf.state]) {
-            const int32_t after = sets.closure(at.stack);
-            ends = sets.may_end(after), sets.add_configs(after, configs);
+        const bool is_open = loop.high == FOREVER;
+        const int32_t enough = is_open ? std::max(loop.low - leaf.begun, 0) : FOREVER;         // from which count on it no longer matters
+        Line lines[2];
+        int n = 0;
+        const auto add = [&](int32_t from, int32_t to, int32_t count) {
+            std::vector<Config> configs{{leaf.state, at.stack, at.loop, count}};
+            lines[n++] = {from, to, sets.set(false, configs)};
+        };
+        if (leaf.begun <= loop.high && enough) add(0, std::min(loop.high - leaf.begun, enough - 1), IN_REGISTER - leaf.begun);
+        if (is_open) add(enough, FOREVER, loop.low);
+        found = n ? sets.value(lines, n) : 0;
+    } else if (low <= high && !(at.loop && (int64_t)at.count + leaf.begun > loop.high)) {
+        std::vector<Config> configs;
+        bool ends = false;
+        if (at.loop) {
+            configs.push_back({leaf.state, at.stack, at.loop, at.count + leaf.begun});
+        } else {
+            if (w.walk->goes_on[leaf.state]) configs.push_back({leaf.state, at.stack, 0, 0});
+            if (w.walk->accepts[leaf.state]) {
+                const int32_t after = sets.closure(at.stack);
+                ends = sets.may_end(after), sets.add_configs(after, configs);
+            }
         }
+        const Line line{low, high, sets.set(ends, configs)};
+        found = sets.value(&line, 1);
     }
-    if (holds) line.set = sets.set(ends, configs);
-    const int32_t found = holds ? sets.value(&line, 1) : 0;
     if (known) known->value = found;
     return found;
 }

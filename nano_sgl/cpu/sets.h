@@ -34,7 +34,13 @@ inline bool operator<(const Held& a, const Held& b) { return a.frame != b.frame 
 inline bool operator==(const Held& a, const Held& b) { return a.frame == b.frame && a.below == b.below; }
 
 struct Line { int32_t low, high, set; };        // of a value: while low <= count <= high, it leads to this set
-struct Loop { int32_t between, low, high; };    // of a counted repeat: the state between two items, and how many there may be
+
+// Of a counted repeat: the state between two items, and how many there may be. Without an upper bound (FOREVER) it is counted up to the lower one.
+struct Loop {
+    int32_t between, low, high;
+
+    int32_t counts() const { return high == FOREVER ? low : high; }
+};
 
 // Frame -> what its text begins with: firsts[first .. last], each a state, its loop, and the frames pushes[begin .. end] that lie below, the lowest
 // first; first is -1 if nobody has asked. As a repeat it is `low` to `high` times `item`.
@@ -325,7 +331,10 @@ struct Sets : SetsHead {
     int32_t set(bool ends, std::vector<Config>& configs) {
         bool plain = true;
         tick(configs.size());
-        for (const Config& one : configs) plain &= !one.loop;
+        for (Config& one : configs) {
+            plain &= !one.loop;
+            if (one.loop && frames.loop(one.loop).high == FOREVER) one.count = std::min(one.count, frames.loop(one.loop).low);
+        }
         std::sort(configs.begin(), configs.end(), [](const Config& a, const Config& b) {
             return a.q != b.q ? a.q < b.q : a.loop != b.loop ? a.loop < b.loop : a.count != b.count ? a.count < b.count : a.stack < b.stack;
         });
@@ -479,7 +488,7 @@ struct Sets : SetsHead {
         const bool ends = key[0].q;
         int64_t keeps = 0, adds = 0;
         size_t chosen = 0;
-        const auto rank = [&](const Config& c) { return std::make_pair(c.count >= 0, -(int64_t)frames.loop(c.loop).high); };
+        const auto rank = [&](const Config& c) { return std::make_pair(c.count >= 0, -(int64_t)frames.loop(c.loop).counts()); };
         for (size_t i = 1; i < key.size(); i++)
             if (key[i].loop && (!chosen || rank(key[i]) < rank(key[chosen]))) chosen = i;
         key[0] = {ends ? 0 : FOREVER, 0, 0, 0};
