@@ -391,6 +391,8 @@ class Automaton:
         for one in self._at.values():
             one.templates.clear()
         self.template_bytes = 0
+        if self.frames is not None:
+            self.frames.forget_pieces()
 
     def template(self, q: int, starts: NodeSet, counted: bool, marks: np.ndarray | None = None) -> Template:
         """What becomes of q below the positions. `counted`: q repeats a prefix code; how often it begins again is part of the class. Of positions

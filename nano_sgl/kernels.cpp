@@ -158,7 +158,7 @@ int64_t nano_row_follow(RowWalk* w, int last) {
     });
 }
 
-int64_t nano_row_narrow(RowWalk* w, int state) { return guarded(*w->sets, [&] { return read_narrow(*w, state); }); }
+int64_t nano_row_read(RowWalk* w, int state) { return guarded(*w->sets, [&] { return read_row(*w, state); }); }
 int64_t nano_row_along(RowWalk* w, uint8_t* text, int is_given, int64_t size, int64_t budget) {
     return guarded(*w->sets, [&] { return go_along(*w, text, is_given, size, budget); });
 }
@@ -175,8 +175,8 @@ int64_t nano_row_values(RowWalk* w, const Leaf* leaves, int64_t n, int32_t* out)
 void nano_row_forget(RowWalk* w) { forget(*w); }
 
 // Where there is no memory: nullptr, FAILED
-void* nano_frames_new() { return new (std::nothrow) Frames; }
-void nano_frames_free(Frames* frames) { delete frames; }
+void* nano_frames_new() { return new (std::nothrow) RowFrames; }
+void nano_frames_free(RowFrames* frames) { delete frames; }
 int64_t nano_frames_loop(Frames* frames, int between, int low, int high) {
     return attempt([&] { frames->loops.push_back({between, low, high}); return 0; });
 }
@@ -186,6 +186,16 @@ int64_t nano_frames_tell(Frames* frames, int frame, int item, int64_t low, int64
 int64_t nano_frames_firsts(Frames* frames, int frame, const int32_t* flat, int64_t n) {
     return attempt([&] { frames->tell_firsts(frame, flat, n); return 0; });
 }
+
+// piece: null, or what is known; then `kind` says it
+int64_t nano_frames_piece(RowFrames* frames, int state, int counted, int kind, const Piece* piece) {
+    return attempt([&] {
+        if (piece) kind = frames->pieces.size(), frames->pieces.push_back(*piece);
+        frames->of(state, counted) = kind;
+        return 0;
+    });
+}
+void nano_frames_forget(RowFrames* frames) { frames->piece_of.clear(), frames->pieces.clear(); }
 
 void* nano_sets_new(Frames* frames, const int64_t* bounds) {
     RowSets* made = nullptr;

@@ -102,7 +102,15 @@ class RowWalk(ctypes.Structure):
     _fields_ = [*((name, _P) for name in ("walk", "sets", "map", "readings", "head", "differs", "different", "left", "tokens", "groups", "pairs",
                                           "leaves", "vec", "class_leaves", "class_values", "values")),
                 *((name, _I) for name in ("room", "at", "size", "work", "full", "num_different", "num_left", "leaves_out", "num_tokens", "num_pairs",
-                                          "num_leaves", "unknown", "low", "high", "seed", "narrow", "most", "set")), ("far", ctypes.c_uint64 * 4)]
+                                          "num_leaves", "unknown", "low", "high", "seed", "narrow", "most", "counted", "which", "num_lines", "set")),
+                ("far", ctypes.c_uint64 * 4)]
+
+
+class Piece(ctypes.Structure):
+    """What begins in a state from the root, if that is much; see cpu/row.h."""
+
+    _fields_ = [*((name, _P) for name in ("map", "classes", "members", "ranks", "begun", "nodes", "counts")),
+                *((name, _I) for name in ("num_exits", "more", "num_classes", "which", "beside"))]
 
 
 class SetsHead(ctypes.Structure):
@@ -133,15 +141,16 @@ FUNCTIONS = {
     "nano_row_begin": [ctypes.POINTER(RowWalk)] + [_C] * 4,
     "nano_row_along": [ctypes.POINTER(RowWalk), _P, _C, _I, _I],
     "nano_row_exits": [ctypes.POINTER(RowWalk), _C, _C, *[_P] * 5, _I, _I],
-    **dict.fromkeys(("nano_row_follow", "nano_row_narrow"), [ctypes.POINTER(RowWalk), _C]),
+    **dict.fromkeys(("nano_row_follow", "nano_row_read"), [ctypes.POINTER(RowWalk), _C]),
     **dict.fromkeys(("nano_row_settle", "nano_row_forget"), [ctypes.POINTER(RowWalk)]),
     **dict.fromkeys(("nano_row_lines", "nano_row_values"), [ctypes.POINTER(RowWalk), _P, _I, _P]),
     "nano_frames_new": [],
     "nano_frames_loop": [_P] + [_C] * 3,
     "nano_frames_tell": [_P, _C, _C, _I, _I, _C],
     "nano_frames_firsts": [_P, _C, _P, _I],
+    "nano_frames_piece": [_P, _C, _C, _C, ctypes.POINTER(Piece)],
     "nano_sets_new": [_P] * 2,
-    **dict.fromkeys(("nano_frames_free", "nano_sets_free"), [_P]),
+    **dict.fromkeys(("nano_frames_free", "nano_frames_forget", "nano_sets_free"), [_P]),
     **dict.fromkeys(("nano_sets_stack", "nano_sets_value"), [_P, _P, _I]),
     "nano_sets_covers": [_P, _C, _C],
     "nano_sets_set": [_P, _C, _P, _I],
@@ -155,9 +164,9 @@ FUNCTIONS = {
 
 
 # What returns a number, or an address
-COUNTING = {"nano_look_up", "nano_trie_walk", "nano_join_maps", "nano_row_exits", "nano_row_follow", "nano_row_narrow", "nano_row_settle",
+COUNTING = {"nano_look_up", "nano_trie_walk", "nano_join_maps", "nano_row_exits", "nano_row_follow", "nano_row_read", "nano_row_settle",
             "nano_row_lines", "nano_row_values", "nano_row_along",
-            *(name for name in FUNCTIONS if name.startswith(("nano_sets_", "nano_frames_")) and not name.endswith(("_new", "_free")))}
+            *(name for name in FUNCTIONS if name.startswith(("nano_sets_", "nano_frames_")) and not name.endswith(("_new", "_free", "_forget")))}
 ADDRESSES = ("nano_frames_new", "nano_sets_new")
 
 
@@ -271,8 +280,9 @@ class TrieWalker:
     """automaton.py's and rows.py's walks of a vocabulary, by C++. One walk at a time: whoever begins one holds `lock` until it has the result."""
 
     BEGIN, SPREAD, EXPAND, NO_ROOM, TOO_MANY = 0, 3, 1, 2, 3        # as in cpu/trie.h
-    EXPAND_STATE, TOO_LONG, LEFT_OUT = 1, 2, 3                      # as in cpu/row.h
+    EXPAND_STATE, TOO_LONG, LEFT_OUT, ASK_PIECE = 1, 2, 3, 4        # as in cpu/row.h
     READINGS, NARROW = 1 << 18, 1 << 12         # readings of a row, and from the root
+    NO_CLASSES = np.zeros(1, np.int32)
     SPARE = 48                                  # maps for which there is memory from the beginning
 
     def __init__(self, vocab, loaded: ctypes.CDLL):
@@ -430,19 +440,26 @@ class TrieWalker:
             finally:
                 self._library.nano_row_forget(row)
 
-    def read_narrow(self, state: int, readings) -> tuple[np.ndarray, np.ndarray] | None:
-        """(tokens, ascending; the line of each) of a state of the grammar in which few begin; None: it is not such a one, or leads to much."""
-        with self.lock:
-            row, found, library, automaton = self._row, self._found, self._library, readings.automaton
-            row.sets, row.leaves_out, row.seed, row.narrow, row.most = readings.native.address, True, 0, self.NARROW, self.READINGS
-            row.map = row.vec = row.class_leaves = row.class_values = None
-            self._see(automaton.delta, automaton._flags)
-            try:
-                if self._go(readings, library.nano_row_narrow, state):
-                    return None
-                return found["tokens"][: row.num_tokens].copy(), found["values"][: row.num_tokens].copy()
-            finally:
-                library.nano_row_forget(row)
+    def read_row(self, state: int, readings, ask) -> tuple[int, np.ndarray, np.ndarray, np.ndarray] | None:
+        """(map, the line of each of its classes, tokens, ascending, the line of each) of a state of the grammar; None: more than one of its pieces is
+        wide, or it leads to much. ask(state of the automaton, whether it is counted): tells `Frames.tell_piece`."""
+        while True:
+            with self.lock:
+                row, found, library, automaton = self._row, self._found, self._library, readings.automaton
+                row.sets, row.leaves_out, row.seed, row.narrow, row.most = readings.native.address, True, -1, self.NARROW, self.READINGS
+                row.map = row.vec = row.class_leaves = row.class_values = None
+                row.which, row.num_lines = 0, 0
+                self._see(automaton.delta, automaton._flags)
+                try:
+                    how, asked = self._go(readings, library.nano_row_read, state), (row.unknown, bool(row.counted))
+                    if not how:
+                        vec, n = _copied(row.vec, row.num_lines) if row.num_lines else self.NO_CLASSES, row.num_tokens
+                        return row.which, vec, found["tokens"][:n].copy(), found["values"][:n].copy()
+                finally:
+                    library.nano_row_forget(row)
+            if how != self.ASK_PIECE:
+                return None
+            ask(*asked)             # without the lock: it may have to walk
 
     def along(self, which: int, text: bytes | None, size: int, budget: int, readings) -> tuple[bytes, int]:
         """From a set on, along `text`: (what of it could be read, the set behind, -1 if something could not). Without a text, along the bytes that
@@ -518,7 +535,7 @@ class Frames:
     """What the grammars of an automaton have said of frames and loops; see cpu/sets.h. `told`: of which frames what they are."""
 
     def __init__(self, walker: TrieWalker):
-        self.walker, self.library, self.told, self.num_loops = walker, walker._library, set(), 0
+        self.walker, self.library, self.told, self.num_loops, self._held = walker, walker._library, set(), 0, {}
         self.address = self.library.nano_frames_new()
         if not self.address:
             raise MemoryError("no memory for what grammars begin with")
@@ -543,6 +560,33 @@ class Frames:
     def sets(self, bounds: tuple[int, ...]) -> Sets:
         """Those of a new grammar."""
         return Sets(self, bounds)
+
+    SPARSE, SURELY_SPARSE = -2, -3                    # as in cpu/row.h
+
+    def tell_piece(self, state: int, counted: bool, kind: int) -> None:
+        """Few tokens begin in a state of the automaton, from the root: SPARSE, as it seems, or SURELY_SPARSE."""
+        self._call("piece", state, counted, kind, None)
+
+    def tell_wide_piece(self, state: int, counted: bool, template, map_: np.ndarray, which: int, beside: int) -> None:
+        """Many do. template: what becomes of them, an automaton.Template; map_ int16 [V], `which` in the tables: its classes by token. beside: it is
+        that of another state, of which this one's differs little, and the state; else -1."""
+        classes, exits = np.array(template.classes, np.int32).reshape(-1, 2), template.exits
+        piece = Piece(map=map_.ctypes.data, classes=classes.ctypes.data, num_classes=len(classes), which=which, beside=beside)
+        held = [map_, classes]
+        if exits is not None:
+            ranks, begun, piece.more = exits.counts or (None, None, 0)
+            nodes, counts = (exits.nodes, exits.count) if exits.members is None else (None, None)
+            piece.num_exits = exits.size
+            for name, array in (("members", exits.members), ("ranks", ranks), ("begun", begun), ("nodes", nodes), ("counts", counts)):
+                setattr(piece, name, _address(array))
+                held.append(array)
+        self._held[state, counted] = held
+        self._call("piece", state, counted, 0, piece)
+
+    def forget_pieces(self) -> None:
+        """Of all states; when templates are thrown out."""
+        self.library.nano_frames_forget(self.address)
+        self._held.clear()
 
     def _call(self, name: str, *args) -> None:
         if getattr(self.library, f"nano_frames_{name}")(self.address, *args):

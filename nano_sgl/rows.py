@@ -44,15 +44,17 @@ class RowBuilder(waves.WaveBuilder):
 
     def __init__(self, grammar, index: int):
         self.grammar, self.index, self.readings, self.tables = grammar, index, grammar.readings, grammar.tables
+        self.automaton = self.readings.automaton
 
     def build(self) -> Row:
         """The row. Raises GrammarError."""
         walker = self.tables.vocab.walker if self.readings.native else None
         if walker is not None:
+            self._throw_out()
             with self.readings:
-                found = walker.read_narrow(self.index, self.readings)
+                found = walker.read_row(self.index, self.readings, self._tell)
             if found is not None:
-                return self._bounded(0, NO_CLASSES, *found)
+                return self._bounded(*found)
         super().__init__(self.grammar, self.index)
         return walker and self._by_reading(walker) or super().build()
 
@@ -104,6 +106,22 @@ class RowBuilder(waves.WaveBuilder):
                 seeds.append((q, place, x, inside is not None, SOLE, counted))
         return seeds, [], wide
 
+    def _tell(self, q: int, counted: bool) -> None:
+        """Whether a state is wide, for C++."""
+        automaton, frames = self.automaton, self.automaton.frames
+        inside, beside = automaton.wide.get((q, counted)), DEAD
+        if inside is None:
+            automaton.expand(q)
+            beside = DEAD if counted else automaton.beside(q)
+            if beside == DEAD:
+                inside = self._is_wide(q, counted)
+        if not inside and beside == DEAD:
+            frames.tell_piece(q, counted, frames.SPARSE if inside is None else frames.SURELY_SPARSE)
+        else:
+            template = automaton.template(q if beside == DEAD else beside, automaton.root, counted)
+            which, _ = self.grammar.shared.map_of([template])
+            frames.tell_wide_piece(q, counted, template, self.tables.maps[which], which, beside)
+
     def _is_wide(self, q: int, counted: bool) -> bool | None:
         """Of a state that moves on many bytes, or does behind one that much begins with, as a blank: its template is made faster than it is
         followed. None: of others nobody asks yet."""
@@ -122,6 +140,7 @@ class RowBuilder(waves.WaveBuilder):
         if beside != SOLE:
             self.automaton.unlike(q)
         self.automaton.wide[q, counted] = self.automaton.template(q, self.automaton.root, counted).size > waves.DENSE
+        self._tell(q, counted)
 
     def leave(self, left: list[list[int]]) -> bool:
         """Whether something was left out that is not in `below` yet."""

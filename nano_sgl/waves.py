@@ -67,6 +67,10 @@ class WaveBuilder:
         registers = [c[2] for c in self.configs if c[3] == REGISTER]
         self.low, self.high = self.readings.loops[registers[0]][1:] if registers else (0, 0)
         self.dense: list[tuple[Template, list[int]]] = []
+        self._throw_out()
+
+    def _throw_out(self) -> None:
+        """Templates, where they have become many."""
         if self.automaton.template_bytes > MAX_TEMPLATE_BYTES:
             self.automaton.forget_templates()
 

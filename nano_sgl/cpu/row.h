@@ -32,12 +32,52 @@ inline uint64_t hash_of(const Leaf& leaf) {
 // What is known of a leaf that holds always: its value, -1, and the first line of that in the tables, -1.
 struct Known { Leaf leaf; int32_t value, line; };
 
-// Where a row begins: see `add_reading`.
-struct Seed { int32_t state, place, x; };
+// Where a piece ends: `members`, a set as in Walk, with characters begun in each, by its rank, or (no ranks) `begun` by nodes in preorder and so many
+// `more`; or `nodes`, n of them, ascending, with `counts`.
+struct Exits {
+    const uint64_t* members;
+    const int32_t* ranks;
+    const int16_t* begun;
+    const int32_t *nodes, *counts;
+    int64_t n, more;
+
+    int32_t count(int32_t i) const { return !begun ? 0 : ranks ? begun[rank_of(members, ranks, i)] : begun[i] + more; }
+};
+
+// A piece in which many tokens are, from the root: what the automaton's template says, which the row has as its map. `classes`: of each class but the
+// first a state, and characters begun. which: the number of the map. It may be the template of a state beside the one that is asked for, else SOLE.
+struct Piece {
+    const int16_t* map;
+    const int32_t* classes;
+    Exits exits;
+    int64_t num_classes, which, beside;
+};
+
+enum { UNASKED = -1, SPARSE = -2, SURELY_SPARSE = -3 };      // in place of a piece: few tokens begin in a state, as it seems, or as was looked at
+
+struct RowFrames : Frames {
+    std::vector<int32_t> piece_of;              // 2 * state + whether it is counted -> piece, or as above
+    std::vector<Piece> pieces;
+
+    int32_t& of(int32_t state, bool counted) {
+        const size_t at = 2 * (size_t)state + counted;
+        if (at >= piece_of.size()) piece_of.resize(2 * at + 64, UNASKED);
+        return piece_of[at];
+    }
+};
+
+// Where a row begins: see `add_reading`. is_long: surely few.
+struct Seed { int32_t state, place, x, beside; bool is_long; };
 
 struct RowSets : Sets {
     using Sets::Sets;
-    std::vector<Seed> seeds;                    // of the row that `read_narrow` is at
+    RowFrames& told() { return static_cast<RowFrames&>(frames); }
+
+    std::vector<Seed> seeds;                    // of the row that `read_row` is at; with it one wide piece, piece_number, -1
+    Seed wide;
+    int32_t piece_number;
+    std::vector<Leaf> class_leaves;             // of that
+    std::vector<int32_t> class_values, class_lines;
     std::vector<Known> leaves;
     std::vector<int32_t> table = std::vector<int32_t>(256, -1);         // by linear probing
 
@@ -81,12 +121,13 @@ struct RowWalk {
     // work: what was done so far. full: there was no room for a reading, or no time. leaves_out: whether there is such a thing as `left`
     int64_t room, at, size, work, full, num_different, num_left, leaves_out, num_tokens, num_pairs, num_leaves, unknown;
     int64_t low, high;                          // of the repeat that the row's own count belongs to
-    int64_t seed, narrow, most;                 // of `read_narrow`: how many have begun; of readings from one of them; of all
+    // of `read_row`: how many seeds have begun, -1; of readings from one of them; of all. With ASK_PIECE, whether `unknown` is counted. The map.
+    int64_t seed, narrow, most, counted, which, num_lines;
     int64_t set;                                // of `go_along`
     uint64_t far[4];                            // bytes with which much begins
 };
 
-enum { FOLLOWED, EXPAND_STATE, TOO_LONG, LEFT_OUT };    // what `follow_readings` returns, and `read_narrow`
+enum { FOLLOWED, EXPAND_STATE, TOO_LONG, LEFT_OUT, ASK_PIECE };     // what `follow_readings` returns, and `read_row`
 
 void forget(RowWalk& w) {
     for (int64_t i = 0; i < w.size; i++) w.head[w.readings[i].node] = -1;
@@ -125,19 +166,7 @@ void go_down(RowWalk& w, int32_t node, int32_t state, int32_t place, int32_t beg
     }
 }
 
-// Where a piece ends: `members`, a set as in Walk, with characters begun in each, by its rank, or (no ranks) `begun` by nodes in preorder and so many
-// `more`; or `nodes`, n of them, ascending, with `counts`.
-struct Exits {
-    const uint64_t* members;
-    const int32_t* ranks;
-    const int16_t* begun;
-    const int32_t *nodes, *counts;
-    int64_t n, more;
-
-    int32_t count(int32_t i) const { return !begun ? 0 : ranks ? begun[rank_of(members, ranks, i)] : begun[i] + more; }
-};
-
-// What comes behind that, where the count is one that the place may end with. From the bytes' side: most nodes have no child with one of those that
+// What comes behind the place that ends there, where the count is one that the place may end with. From the bytes' side: most nodes have no child with one of those that
 // may come.
 void end_at(RowWalk& w, int32_t place, const Exits& at, int32_t x) {
     const Walk& t = *w.walk;
@@ -338,8 +367,9 @@ int settle(RowWalk& w) {
     return FOLLOWED;
 }
 
-// Whether few tokens begin in a state: as rows.py's `_is_wide`, which is asked about all others. EXPAND_STATE: that is not known yet.
-int is_narrow(RowWalk& w, int32_t state) {
+// Whether few tokens begin in a state, as it seems: it moves on few bytes, and so do those that it leads to by what much begins with. EXPAND_STATE: that
+// is not known yet; TOO_LONG: no.
+int is_sparse(RowWalk& w, int32_t state) {
     const Walk& t = *w.walk;
     w.unknown = state;
     if (!t.expanded[state]) return EXPAND_STATE;
@@ -354,44 +384,101 @@ int is_narrow(RowWalk& w, int32_t state) {
     return FOLLOWED;
 }
 
-// Where the row of a state begins: in its readings, and behind the repeats that may end there.
+// Where the row of a state begins: in its readings, and behind the repeats that may end there. What is a wide piece is no seed; there may be one.
 int find_seeds(RowWalk& w, int32_t state) {
     RowSets& sets = *w.sets;
     const int32_t list = sets.key_of_state.at(state);
     const std::vector<Config> configs(sets.keys.at(list) + 1, sets.keys.at(list) + sets.keys.length(list));
     sets.seeds.clear();
     w.low = w.high = 0;
+    const auto add = [&](const Config& one, int32_t x) { sets.seeds.push_back({one.q, sets.place({one.stack, one.loop, one.count}), x, SOLE, false}); };
     for (const Config& one : configs) {
-        sets.seeds.push_back({one.q, sets.place({one.stack, one.loop, one.count}), -1});
+        add(one, -1);
         if (one.loop && one.count == IN_REGISTER) w.low = sets.frames.loop(one.loop).low, w.high = sets.frames.loop(one.loop).high;
     }
     for (const Config& one : configs) {
         if (!one.loop || one.q != sets.frames.loop(one.loop).between || !(one.count == IN_REGISTER || sets.is_between(one))) continue;
         const int32_t set = sets.closure(one.stack);
         const std::vector<Config> after(sets.sets.at(set) + 1, sets.sets.at(set) + sets.sets.length(set));
-        for (const Config& next : after)
-            sets.seeds.push_back({next.q, sets.place({next.stack, next.loop, next.count}), one.count == IN_REGISTER ? 0 : -1});
+        for (const Config& next : after) add(next, one.count == IN_REGISTER ? 0 : -1);
     }
-    for (const Seed& seed : sets.seeds)
-        if (const int how = is_narrow(w, seed.state); how != FOLLOWED) return how;
+    sets.piece_number = -1;
+    size_t n = 0;
+    for (Seed seed : sets.seeds) {
+        const bool counted = sets.where.at(seed.place)->loop;
+        int32_t& piece = sets.told().of(seed.state, counted);
+        if (piece == UNASKED) {
+            const int how = is_sparse(w, seed.state);
+            if (how == EXPAND_STATE) return how;
+            if (how == FOLLOWED) piece = SPARSE;
+        }
+        if (piece == UNASKED) {
+            w.unknown = seed.state, w.counted = counted;
+            return ASK_PIECE;
+        }
+        if (piece < 0) {
+            seed.is_long = piece == SURELY_SPARSE;
+            sets.seeds[n++] = seed;
+        } else if (sets.piece_number >= 0) {
+            return TOO_LONG;
+        } else {
+            sets.wide = seed, sets.piece_number = piece;
+        }
+    }
+    sets.seeds.resize(n);
     return FOLLOWED;
 }
 
-// The whole row of a state in which few tokens begin, as most do; others are left to Python: TOO_LONG, LEFT_OUT. It may be stopped, and goes on.
-int read_narrow(RowWalk& w, int32_t state) {
+// What the row has of its wide piece: the map, the lines of its classes, and a seed more if it is that of a state beside it.
+void take_piece(RowWalk& w) {
     RowSets& sets = *w.sets;
-    if (!w.seed)
+    const Piece& piece = sets.told().pieces[sets.piece_number];
+    w.map = piece.map, w.which = piece.which, w.num_lines = piece.num_classes + 1;
+    sets.class_leaves.clear(), sets.class_values.assign(w.num_lines, -1), sets.class_lines.assign(w.num_lines, 0);
+    for (int64_t i = 0; i < piece.num_classes; i++)
+        sets.class_leaves.push_back({sets.wide.place, piece.classes[2 * i], piece.classes[2 * i + 1], sets.wide.x});
+    sets.class_values[0] = 0;
+    w.vec = sets.class_lines.data(), w.class_leaves = sets.class_leaves.data(), w.class_values = sets.class_values.data();
+    for (int64_t i = 1; i < w.num_lines; i++) sets.class_lines[i] = line_of(w, sets.class_leaves[i - 1]);
+    if (piece.beside >= 0) sets.seeds.push_back({sets.wide.state, sets.wide.place, sets.wide.x, (int32_t)piece.beside, false});
+}
+
+// What comes behind its wide piece.
+int go_on_behind(RowWalk& w) {
+    RowSets& sets = *w.sets;
+    const Exits& exits = sets.told().pieces[sets.piece_number].exits;
+    if (!exits.n) return FOLLOWED;
+    if (sets.endings[sets.wide.place].after < 0 && (w.unknown = sets.end(sets.wide.place, w.walk->expanded)) != FOREVER) return EXPAND_STATE;
+    end_at(w, sets.wide.place, exits, sets.wide.x);
+    return FOLLOWED;
+}
+
+// The whole row of a state with up to one wide piece, as most have; others are left to Python: TOO_LONG, LEFT_OUT. It may be stopped, and goes on.
+int read_row(RowWalk& w, int32_t state) {
+    RowSets& sets = *w.sets;
+    if (w.seed < 0) {
         if (const int how = find_seeds(w, state); how != FOLLOWED) return how;
-    for (;; w.seed++) {
+        if (sets.piece_number >= 0) take_piece(w);
+        w.seed = 0;
+    }
+    for (const int64_t n = sets.seeds.size();; w.seed++) {
         if (w.seed)
             if (const int how = follow_readings(w); how != FOLLOWED) return how;
-        if (w.seed == (int64_t)sets.seeds.size()) break;
+        if (w.seed > n) break;
+        w.room = w.most;
+        if (w.seed == n) {
+            if (const int how = sets.piece_number >= 0 ? go_on_behind(w) : FOLLOWED; how != FOLLOWED) return how;
+            continue;
+        }
         const Seed seed = sets.seeds[w.seed];
-        w.room = std::min(w.size + w.narrow, w.most);
-        go_down(w, 0, seed.state, seed.place, 0, seed.x, SOLE);
+        for (const int32_t one : {seed.state, seed.beside}) {
+            w.unknown = one;
+            if (one >= 0 && !w.walk->expanded[one]) return EXPAND_STATE;
+        }
+        if (!seed.is_long) w.room = std::min(w.size + w.narrow, w.most);
+        go_down(w, 0, seed.state, seed.place, 0, seed.x, seed.beside);
     }
     if (w.num_left) return LEFT_OUT;
-    w.room = w.most;
     if (gather(w) != FOLLOWED) return TOO_LONG;
     return settle(w);
 }
