@@ -10,7 +10,8 @@ learns about a node, it knows the next time. Two steps make them fit to run:
 
 How it is cut. A piece ends behind every loop over many bytes, so that what follows the loop is no part of its state: the loop of a string's
 characters is the same node in every grammar. Repeats of characters with a bound are leaves of their own (*counted*), if the item is a
-*prefix code*, whose sequences fall apart in one way.
+*prefix code*, whose sequences fall apart in one way; without an upper bound they are counted up to the lower one. Up to UNROLLED of them in front of
+a loop are one piece with it.
 
 Cost: a few microseconds a part. Where it stops: counted items that are no prefix code are repeated on the stack. Source: linear forms after
 Antimirov (1996), derivatives of Brzozowski (1964).

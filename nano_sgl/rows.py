@@ -12,9 +12,10 @@ goes on. A piece is *wide* if many tokens are inside of it: then its template (a
 
 How. Pieces that begin with many bytes are asked at once whether they are wide (`_is_wide`). Narrow ones, and all that comes behind pieces, are
 followed down the tree by C++ (cpu/row.h), reading by reading. Tokens with the same readings are a group, whose value is found once, there, too: the
-sets and states that it leads to (readings.py). Python is asked for states of the automaton that nobody has met. What is found on the way may ask to
-begin anew: a piece turns out to be wide (`_learn`), or what comes behind the beginning of tokens is so much that it should be a template, too
-(`leave`). Each is asked once, so it ends.
+sets and states that it leads to (readings.py). With one wide piece, as most have, C++ makes the whole row, and Python is asked only for what nobody
+has met: states of the automaton, templates (`_tell`). With several, Python puts their maps together (`_by_reading`); also where what is found on the
+way asks to begin anew: a piece turns out to be wide (`_learn`), or what comes behind the beginning of tokens is so much that it should be a template,
+too (`leave`). Each is asked once, so it ends.
 
 Beside. A state in a key that is none of an object's own differs from the state that most bytes lead to (Automaton.beside) in the few texts that
 lead to a declared key: its row takes that one's map, and is followed only where they differ.
