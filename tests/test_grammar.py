@@ -342,6 +342,20 @@ def test_grammars_share_what_they_have_in_common(demo):
     assert len(machine.tables.maps) == 2            # nothing, and the inside of a string: one for the three of them
 
 
+def test_templates_that_were_thrown_out_are_made_again(demo, monkeypatch):
+    tokenizer, vocab = demo
+    found = []
+    for bound in (waves.MAX_TEMPLATE_BYTES, 0):
+        monkeypatch.setattr(waves, "MAX_TEMPLATE_BYTES", bound)
+        vocab.shared = None
+        for text in (r'\{"name": "[^"\n]{2,40}", "s": "[^"]*", "k": "(ab[a-z]*|[^"]{3,})"\}', r"[a-z ]{3,}\d+(, [^,]{2,9})*"):
+            machine = grammar.compile("regex", text, vocab)
+            for begin in (b"", b'{"name": "a', b'{"name": "ab", "s": "', b'{"name": "ab", "s": "x", "k": "abc', b"abc ", b"abc 1, x", b"abc 1, xyz"):
+                state = machine.step_bytes(machine.start, begin)
+                found.append(None if state is None else machine.mask(state).tobytes())
+    assert found[: len(found) // 2] == found[len(found) // 2 :] and found.count(None) < len(found) // 2 + 1
+
+
 def test_tables_only_grow_and_never_change(demo):
     _, vocab = demo
     machine, draw = grammar.compile("ebnf", 'root ::= "[" (root | [a-z]{1,30}) ("," root)* "]" | "x" root?', vocab), random.Random(0)
