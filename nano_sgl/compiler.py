@@ -13,7 +13,8 @@ half second; and the tree of a large vocabulary takes more than all of that, onc
 
 *Tables* are those of grammar.py, with their lock: `Shared`. A vocabulary has one in use.
 
-Invariants. Equal requests share one future, while it compiles and as long as it is cached, refusals too. A grammar that comes out of a
+Invariants. Equal requests share one future, while it compiles and as long as it is cached, refusals too. What nobody waits for is not compiled, and
+stopped if it has begun. However many long texts there are, short ones get through: long ones have LARGE_THREADS threads and no more. A grammar that comes out of a
 future has the row of its start. A row is queued once, whoever asks how often; if it cannot be built, `want` says so from then on. The cache
 holds nothing of tables that are no longer in use, or are full, so that those are freed with their last request.
 
@@ -35,9 +36,10 @@ import sys
 import threading
 import time
 import weakref
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from . import grammar as grammars
@@ -48,7 +50,8 @@ from .vocab import Vocab
 
 log = logging.getLogger("nano_sgl")
 
-MAX_CACHED_CHARS = 4 << 20      # of all cached texts
+MAX_CACHED_CHARS = 4 << 20      # of all cached texts. One of more than an eighth is not kept: many others would have to go
+LARGE, LARGE_THREADS = 1 << 16, 2       # characters of a long text; how many are compiled at once
 MAX_CACHED_PLACES = 1_000_000   # of all cached grammars, which grow as they are used: 0.5 GB
 MAX_AHEAD = 256                 # rows and expansions that nobody waits for
 CLOSE_S = 1.0                   # `close` waits so long for threads that are at work
@@ -82,6 +85,7 @@ class Compiler:
         self._todo = _Todo()
         self._lock = self._todo.lock                # of all that follows
         self._in_flight: dict[Hashable, Future[Grammar]] = {}
+        self._jobs: dict[Future[Grammar], _Job] = {}            # of all in flight, also of those that nobody shares
         self._cache: OrderedDict[Hashable, tuple[Future[Grammar], int]] = OrderedDict()     # with the length of the text
         self._cached_of, self._cached_chars = None, 0
         self._alive: weakref.WeakValueDictionary[Hashable, Grammar] = weakref.WeakValueDictionary()     # in use, cached or not
@@ -110,20 +114,35 @@ class Compiler:
                 future = Future()
                 if key is not None:
                     self._in_flight[key] = future
-                self._todo.compiles.append(_Job(kind, text, options, key, chars, future))
+                self._jobs[future] = _Job(kind, text, options, key, chars, future)
+                self._todo.compiles.append(self._jobs[future])
                 self._wake(self._todo.more_compiles)
             else:
                 self._counts["cache_hits"] += 1
+                if future in self._jobs:
+                    self._jobs[future].wanted += 1
                 if key in self._cache:
                     self._cache.move_to_end(key)
                 if future.done() and future.exception() is not None:
                     future.exception().__traceback__ = None     # which every `result()` makes longer
             return future
 
-    @staticmethod
-    def abandon(future: Future[Grammar]) -> None:
-        """Nobody wants this any more: it is not compiled, if that has not begun. Whoever asks again gets another future."""
-        future.cancel()
+    def abandon(self, future: Future[Grammar]) -> None:
+        """One of those who have submitted this does not want it any more. If that was the last one, it is not compiled, or no longer; whoever asks
+        again gets another future."""
+        with self._lock:
+            job = self._jobs.get(future)
+            if job is None:
+                return
+            job.wanted -= 1
+            if job.wanted:
+                return
+            del self._jobs[future]
+            if self._in_flight.get(job.key) is future:
+                del self._in_flight[job.key]
+            job.unwanted.set()
+            if future.cancel() and job in self._todo.compiles:
+                self._todo.compiles.remove(job)
 
     @property
     def closed(self) -> bool:
@@ -248,8 +267,8 @@ class Compiler:
                 self._vocab.shared = Shared(self._vocab)
             return self._vocab.shared
 
-    def _make(self, kind: str, text, options: dict, shared: Shared) -> Grammar:
-        with time_limit(time.monotonic() + self.timeout_s):
+    def _make(self, kind: str, text, options: dict, shared: Shared, unwanted: threading.Event | None = None) -> Grammar:
+        with time_limit(time.monotonic() + self.timeout_s, unwanted=unwanted):
             made = grammars.compile(kind, text, shared.tables.vocab, **options)
             made.row(made.start)
             if made.closing is not None:
@@ -260,18 +279,19 @@ class Compiler:
         shared = made = None
         if job.future.set_running_or_notify_cancel():
             shared = made = _attempt("what grammars share", self._tables)
-        began = time.perf_counter()
+        began = time.thread_time()
         if isinstance(shared, Shared):
-            made = _attempt(f"a grammar of kind {job.kind!r}", lambda: self._make(job.kind, job.text, job.options, shared))
+            made = _attempt(f"a grammar of kind {job.kind!r}", lambda: self._make(job.kind, job.text, job.options, shared, job.unwanted))
         with self._lock:
-            self._counts["compile_s"] += time.perf_counter() - began
+            self._jobs.pop(job.future, None)
+            self._counts["compile_s"] += time.thread_time() - began
             self._counts["compiled"] += isinstance(made, Grammar)
-            self._counts["refused"] += isinstance(made, Exception)
+            self._counts["refused"] += isinstance(made, Exception) and not job.unwanted.is_set()
             if job.key is not None and isinstance(made, Grammar):
                 self._alive[job.key] = made
             if self._in_flight.get(job.key) is job.future:
                 del self._in_flight[job.key]
-                if shared is self._in_use() and isinstance(made, (Grammar, GrammarError)):
+                if shared is self._in_use() and isinstance(made, (Grammar, GrammarError)) and job.chars <= MAX_CACHED_CHARS // 8:
                     self._cache[job.key] = job.future, job.chars
                     self._cached_chars += job.chars
                 while len(self._cache) > self.max_cached or self._cached_chars > MAX_CACHED_CHARS or self._cached_places() > MAX_CACHED_PLACES:
@@ -297,7 +317,7 @@ class Compiler:
     # ---- rows
 
     def _build(self, task: _Row, wanted: bool) -> None:
-        (grammar, state, successors), began = task, time.perf_counter()
+        (grammar, state, successors), began = task, time.thread_time()
         rows, failed = grammar.tables.rows, self._errors.get(grammar, ())
         if successors == CHAIN:
             if _attempt("the chain of a state", lambda: build_chain(grammar, state, lambda: bool(self._todo.wanted))) is None:
@@ -311,7 +331,7 @@ class Compiler:
         elif rows[state] is None:
             made = _attempt("a row of a grammar", lambda: grammar.row(state))
             with self._lock:
-                self._counts["build_s"] += time.perf_counter() - began
+                self._counts["build_s"] += time.thread_time() - began
                 if isinstance(made, Exception):
                     error = made if isinstance(made, GrammarError) else GrammarError(f"it failed with {type(made).__name__}", "grammar")
                     self._errors.setdefault(grammar, {})[state] = error
@@ -322,14 +342,17 @@ class Compiler:
 
 # ------------------------------------------------------------------------------------------------------------------------ the lines
 
-class _Job(NamedTuple):
-    """A compile. key: of equal requests, None if it cannot be shared; chars: the length of its text."""
+@dataclass(eq=False)
+class _Job:
+    """A compile. key: of equal requests, None if it cannot be shared; chars: the length of its text; wanted: by so many; unwanted: by nobody."""
     kind: str
     text: object
     options: dict
     key: Hashable
     chars: int
     future: Future
+    wanted: int = 1
+    unwanted: threading.Event = field(default_factory=threading.Event)
 
 
 class _Row(NamedTuple):
@@ -348,13 +371,17 @@ class _Todo:
     """
 
     def __init__(self):
-        self.lock, self.closed, self.runs = threading.RLock(), False, 0
+        self.lock, self.closed, self.runs, self.large = threading.RLock(), False, 0, 0
         self.more_compiles, self.more_rows = threading.Condition(self.lock), threading.Condition(self.lock)
-        self.compiles: deque[_Job | None] = deque()             # None: warm up
+        self.compiles: list[_Job | None] = []                   # None: warm up
         self.wanted: OrderedDict[_Row, None] = OrderedDict()
         self.ahead: OrderedDict[_Row, None] = OrderedDict()
         self.building: _Row | None = None
         self.finished = threading.Event()
+
+    def next_compile(self) -> int | None:
+        """Where in `compiles` the next is: the first, but for long ones while enough of these run."""
+        return next((i for i, job in enumerate(self.compiles) if self.large < LARGE_THREADS or not _is_large(job)), None)
 
     def close(self) -> None:
         """Cancel all that has not begun, and end the threads."""
@@ -371,13 +398,14 @@ def _serve(compiler: weakref.ref[Compiler], todo: _Todo, compiles: bool) -> None
     """The life of a thread: one that compiles, or the one that builds rows."""
     while True:
         with todo.lock:
-            while not (todo.closed or (todo.compiles if compiles else todo.wanted or todo.ahead)):
+            while not (todo.closed or (todo.next_compile() is not None if compiles else todo.wanted or todo.ahead)):
                 (todo.more_compiles if compiles else todo.more_rows).wait(NAP_S)
             here, wanted = compiler(), bool(todo.wanted)
             if todo.closed or here is None:
                 return
             if compiles:
-                task = todo.compiles.popleft()
+                task = todo.compiles.pop(todo.next_compile())
+                todo.large += _is_large(task)
             else:
                 task = todo.building = (todo.wanted if wanted else todo.ahead).popitem(last=not wanted)[0]
             todo.runs += 1
@@ -392,10 +420,17 @@ def _serve(compiler: weakref.ref[Compiler], todo: _Todo, compiles: bool) -> None
             todo.runs -= 1
             if not compiles:
                 todo.building = None
+            elif _is_large(task):
+                todo.large -= 1
+                todo.more_compiles.notify()
         del here, task
 
 
 # ------------------------------------------------------------------------------------------------------------------------ its parts
+
+def _is_large(job: _Job | None) -> bool:
+    return job is not None and job.chars > LARGE
+
 
 def _key(kind: object, text: object, options: dict) -> tuple[Hashable, int]:
     """(what equal requests have in common, None if that cannot be said; the length of the text)."""

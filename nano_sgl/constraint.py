@@ -54,6 +54,7 @@ from .vocab import Vocab
 FOREVER = 2**62
 MOST = 4096                # tokens whose logits alone are computed in one step: gathering what they are made of is work, too
 FADE, OFTEN = 0.2, 0.3     # how fast a request's habit is forgotten; share of steps from which on it is worth places in each of them
+GRACE_S = 1.0              # a compile that began at once ends by itself before its request does
 LEARN = 0.4                # how much the last step counts of how far a chain is followed
 FOLLOWS, ROWS = 0.65, 10   # how likely a token of a chain must be to be worth its place, in steps of many rows; and of fewer, rows by ROWS
 
@@ -212,10 +213,11 @@ class Constraints:
 
     def __init__(self, make_vocab: Callable[[], Vocab], max_rows: int, device: str, *, whitespace: str, cache_size: int, timeout_s: float,
                  prefetches: int, jump: bool = False):
-        """timeout_s: for a compile, and for a request's wait for its grammar, queued or not. prefetches: rows that are built ahead of each new state.
+        """timeout_s: for a compile, and (a little more) for a request's wait for its grammar, queued or not. prefetches: rows that are built ahead of each new state.
         None pay off where a step lasts longer than building a row. jump: forced text is looked for, to be guessed."""
         self.compiler = Compiler(make_vocab, whitespace=whitespace, max_cached=cache_size, timeout_s=timeout_s)
-        self.device, self.timeout_s, self.prefetches, self.jump = device, timeout_s, prefetches, jump
+        self.device, self.prefetches, self.jump = device, prefetches, jump
+        self.patience_s = timeout_s + GRACE_S
         self.states = torch.full((max_rows,), DEAD, dtype=torch.int64, device=device)
         self.leave_at = torch.full((max_rows,), FOREVER, dtype=torch.int64, device=device)      # see `Constraint`
         self.budgets = False
@@ -235,18 +237,15 @@ class Constraints:
         kind, text, options = request.params.grammar
         return self.compiler.submit(kind, text, **options)
 
-    def refused(self, request: Request, timeout_s: float | None = None) -> RequestError | None:
-        """Why the request's grammar is refused, if it is. Waits for it, `timeout_s` at most; None: as long as requests wait for theirs."""
-        end = time.monotonic() + (self.timeout_s if timeout_s is None else timeout_s)
-        while True:
-            future = self.compile(request)
-            wait([future], max(0.0, end - time.monotonic()))
-            if not future.cancelled() or self.compiler.closed:  # another request has abandoned it
-                found = outcome(request, future) if future.done() else self._too_slow(request)
-                return found if isinstance(found, RequestError) else None
+    def refused(self, request: Request, grammar: Future, timeout_s: float) -> RequestError | None:
+        """Why the request's grammar is refused, if it is. Waits for it, `timeout_s` at most."""
+        wait([grammar], timeout_s)
+        found = outcome(request, grammar) if grammar.done() else self._too_slow()
+        return found if isinstance(found, RequestError) else None
 
-    def _too_slow(self, request: Request) -> RequestError:
-        return refusal(request, GrammarError(f"the grammar was not ready after {self.timeout_s:g} s", "grammar"))
+    def _too_slow(self) -> RequestError:
+        return RequestError(f"the grammar was not ready after {self.patience_s:g} s: the server has many others to compile. Try again later",
+                            status=503)
 
     def compiled(self, clock: float, waiting_timeout: float | None) -> list[tuple[Compiling, Grammar | RequestError]]:
         """The requests that need not wait for their grammars any more: it is there, or is refused, or took too long."""
@@ -254,8 +253,8 @@ class Constraints:
         for rid, one in list(self.waiting.items()):
             if one.grammar in ready:
                 found = outcome(one.request, one.grammar)
-            elif clock - one.since > self.timeout_s:
-                found = self._too_slow(one.request)
+            elif clock - one.since > self.patience_s:
+                found = self._too_slow()
             elif waiting_timeout is not None and clock - one.since > waiting_timeout:
                 found = RequestError(f"the request waited for its grammar for more than {waiting_timeout:g} s, the server's waiting_timeout",
                                      status=503)
@@ -268,7 +267,7 @@ class Constraints:
     def leave(self, rid: str) -> str | None:
         """The request does not wait any more; returns its `parent`. None if it did not wait."""
         one = self.waiting.pop(rid, None)
-        if one is not None and all(other.grammar is not one.grammar for other in self.waiting.values()):
+        if one is not None:
             self.compiler.abandon(one.grammar)
         return None if one is None else one.request.parent
 

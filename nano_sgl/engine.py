@@ -39,7 +39,7 @@ import secrets
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -258,10 +258,20 @@ class Engine:
         """Have the request's grammar compiled, in the background; None if it has none. In any thread."""
         return self.constraints.compile(request)
 
-    def refused(self, request: Request, timeout_s: float | None = None) -> RequestError | None:
+    def refused(self, request: Request, grammar: Future, timeout_s: float) -> RequestError | None:
         """Why the request's grammar is refused, if it is. Waits for it, `timeout_s` at most, and then refuses it. In any thread but the one that
         steps."""
-        return self.constraints.refused(request, timeout_s)
+        return self.constraints.refused(request, grammar, timeout_s)
+
+    @property
+    def grammar_patience(self) -> float:
+        """Seconds that a request waits for its grammar."""
+        return self.constraints.patience_s
+
+    def abandon(self, grammars: Iterable[Future]) -> None:
+        """Each was asked for with `compile`, and is waited for no more."""
+        for grammar in grammars:
+            self.constraints.compiler.abandon(grammar)
 
     def add(self, request: Request) -> None:
         """Queue a request. RequestError where it cannot be served; nothing has changed then. One whose grammar is not there yet waits for it first,

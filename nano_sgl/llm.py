@@ -256,23 +256,34 @@ class LLM:
                     self.engine.validate(requests[-1])
         return requests
 
-    def _grammars(self, requests: list[Request]) -> list[Future]:
+    def _grammars(self, requests: list[Request]) -> list[tuple[Request, Future]]:
         """Have the grammars of a call compiled, all at once. What holds them keeps them for `add`, whatever the cache does."""
-        return [future for request in requests if request.index == 0 and (future := self.engine.compile(request)) is not None]
+        return [(request, future) for request in requests if request.index == 0 and (future := self.engine.compile(request)) is not None]
 
-    def _compile(self, requests: list[Request], timeout_s: float | None = None) -> list[Future]:
+    def _compile(self, requests: list[Request]) -> list[tuple[Request, Future]]:
         """Wait for the grammars of a call, so that one which is refused is refused before anything has started; see `_grammars`."""
         grammars = self._grammars(requests)
-        for request in requests:
-            if request.index == 0 and request.params.grammar is not None and (error := self.engine.refused(request, timeout_s)) is not None:
-                raise error
+        try:
+            self._check(grammars, self.engine.grammar_patience)
+        finally:
+            self.engine.abandon(future for _, future in grammars)
         return grammars
 
-    async def _compile_async(self, requests: list[Request]) -> list[Future]:
-        grammars, end = self._grammars(requests), time.monotonic() + self.engine.config.grammar_compile_timeout
-        while not all(grammar.done() for grammar in grammars) and time.monotonic() < end:
-            await asyncio.sleep(POLL_S)
-        return self._compile(requests, 0.0)
+    async def _compile_async(self, requests: list[Request]) -> list[tuple[Request, Future]]:
+        grammars, end = self._grammars(requests), time.monotonic() + self.engine.grammar_patience
+        try:
+            while not all(future.done() for _, future in grammars) and time.monotonic() < end:
+                await asyncio.sleep(POLL_S)
+            self._check(grammars, 0.0)
+        finally:
+            self.engine.abandon(future for _, future in grammars)
+        return grammars
+
+    def _check(self, grammars: list[tuple[Request, Future]], timeout_s: float) -> None:
+        end = time.monotonic() + timeout_s
+        for request, future in grammars:
+            if (error := self.engine.refused(request, future, max(0.0, end - time.monotonic()))) is not None:
+                raise error
 
     def _submit_async(self, requests: list[Request]) -> asyncio.Queue:
         inbox, loop = asyncio.Queue(), asyncio.get_running_loop()

@@ -124,25 +124,26 @@ class GrammarError(ValueError):
 
 
 class Clock(threading.local):
-    """How long this thread may still compile, and the lock that it lets go of now and then."""
-    deadline, lock, yielded = float("inf"), None, 0.0
+    """How long this thread may still compile, the event that says that nobody wants it any more, and the lock that it lets go of now and then."""
+    deadline, unwanted, lock, yielded = float("inf"), None, None, 0.0
 
 
 CLOCK, TICKS = Clock(), itertools.count()
 
 
 class time_limit:  # noqa: N801 (it is used as a function)
-    """Within, `tick` raises GrammarError after `deadline` (time.monotonic; None: never) and lets others have `lock`, which this thread holds once."""
+    """Within, `tick` raises GrammarError after `deadline` (time.monotonic; None: never), or once `unwanted` is set, and lets others have `lock`, which
+    this thread holds once."""
 
-    def __init__(self, deadline: float | None, lock: threading.RLock | None = None):
-        self.deadline, self.lock = float("inf") if deadline is None else deadline, lock
+    def __init__(self, deadline: float | None, lock: threading.RLock | None = None, unwanted: threading.Event | None = None):
+        self.deadline, self.lock, self.unwanted = float("inf") if deadline is None else deadline, lock, unwanted
 
     def __enter__(self) -> None:
-        self.before = CLOCK.deadline, CLOCK.lock
-        CLOCK.deadline, CLOCK.lock = min(CLOCK.deadline, self.deadline), self.lock
+        self.before = CLOCK.deadline, CLOCK.lock, CLOCK.unwanted
+        CLOCK.deadline, CLOCK.lock, CLOCK.unwanted = min(CLOCK.deadline, self.deadline), self.lock, self.unwanted or CLOCK.unwanted
 
     def __exit__(self, *error: object) -> None:
-        CLOCK.deadline, CLOCK.lock = self.before
+        CLOCK.deadline, CLOCK.lock, CLOCK.unwanted = self.before
 
 
 def tick() -> None:
@@ -156,6 +157,8 @@ def pause() -> None:
     now = time.monotonic()
     if now > CLOCK.deadline:
         raise GrammarError("the grammar takes too long", "grammar")
+    if CLOCK.unwanted is not None and CLOCK.unwanted.is_set():
+        raise GrammarError("nobody waits for the grammar any more", "grammar")
     if CLOCK.lock is not None and now - CLOCK.yielded > YIELD_S:
         CLOCK.lock.release()
         try:

@@ -240,16 +240,17 @@ def test_the_least_recently_asked_for_goes_first(make):
 
 
 def test_long_texts_are_fewer(make, monkeypatch):
-    monkeypatch.setattr(compiler, "MAX_CACHED_CHARS", 100)
+    monkeypatch.setattr(compiler, "MAX_CACHED_CHARS", 390)
     c = make()
     kept = c.submit("regex", "x" * 40)
     kept.result(10)
-    c.submit("choice", ["y" * 20, "z" * 20]).result(10)
-    assert c.submit("regex", "x" * 40) is kept
-    c.submit("regex", "w" * 40).result(10)
-    assert c.stats()["grammar_cached"] == 2 and c.submit("regex", "x" * 40) is kept
-    c.submit("regex", "v" * 101).result(10)
-    assert c.stats()["grammar_cached"] == 0
+    for letter in "abcdefgh":
+        c.submit("regex", letter * 45).result(10)
+        assert c.submit("regex", "x" * 40) is kept
+    assert c.stats()["grammar_cached"] == 8 and c.submit("regex", "a" * 45).result(10) and c.stats()["grammar_compiled"] >= 10
+    cached = c.stats()["grammar_cached"]
+    c.submit("regex", "v" * 51).result(10)
+    assert c.stats()["grammar_cached"] == cached and c.submit("regex", "x" * 40) is kept, "for one that long, many others would have to go"
 
 
 def test_without_a_cache_what_is_in_flight_or_in_use_is_shared(make, gate):
@@ -273,11 +274,40 @@ def test_what_nobody_wants_any_more_is_not_compiled(make, gate):
     gate.wait()
     queued = c.submit("regex", "ab")
     c.abandon(queued)
-    c.abandon(running)
     again = c.submit("regex", "ab")
     gate.open.set()
     assert queued.cancelled() and again is not queued and again.result(10).start >= 0 and running.result(10)
-    assert c.stats()["grammar_compiled"] <= 2 + 2  # and what warms up
+    c.abandon(again)
+    assert c.stats()["grammar_compiled"] <= 2 + 4 and c.submit("regex", "ab") is again      # and what warms up
+
+
+def test_what_nobody_wants_any_more_is_stopped(make):
+    c, text = make(threads=1), "(" + "|".join(f"a{i}" for i in range(60_000)) + ")"
+    futures = [c.submit("regex", text), c.submit("regex", text)]
+    assert until(lambda: c.stats()["grammar_runs"] == 1 and not c.stats()["grammar_compiles_queued"])
+    c.abandon(futures[0])
+    assert c.submit("regex", text) is futures[0], "somebody else still wants it"
+    c.abandon(futures[0])
+    began = time.monotonic()
+    c.abandon(futures[0])
+    again = c.submit("regex", text)
+    assert again is not futures[0] and isinstance(futures[0].exception(10), GrammarError) and time.monotonic() - began < 5
+    c.abandon(again)
+    assert c.submit("regex", "ab").result(20).start >= 0 and not c.stats()["grammar_refused"]
+
+
+def test_long_texts_do_not_hold_up_short_ones(make, monkeypatch):
+    monkeypatch.setattr(compiler, "LARGE", 1000)
+    c, ended = make(threads=3), []
+    texts = ["(" + "|".join(f"{i}x{k}" for i in range(8_000)) + ")" for k in range(5)]
+    long = [c.submit("regex", text) for text in texts]
+    for future in long:
+        future.add_done_callback(ended.append)
+    for i in range(6):
+        assert c.submit("regex", f"{i}[a-c]").result(30).start >= 0
+    assert len(ended) < 5, "they were faster than a short one"
+    for future in long:
+        c.abandon(future)
 
 
 def test_tables_that_were_replaced_are_given_back(make, vocab):

