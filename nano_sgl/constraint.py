@@ -213,8 +213,8 @@ class Constraints:
 
     def __init__(self, make_vocab: Callable[[], Vocab], max_rows: int, device: str, *, whitespace: str, cache_size: int, timeout_s: float,
                  prefetches: int, jump: bool = False):
-        """timeout_s: for a compile, and (a little more) for a request's wait for its grammar, queued or not. prefetches: rows that are built ahead of each new state.
-        None pay off where a step lasts longer than building a row. jump: forced text is looked for, to be guessed."""
+        """timeout_s: for a compile, and (a little more) for a request's wait for its grammar, queued or not. prefetches: rows that are built ahead of
+        each new state. None pay off where a step lasts longer than building a row. jump: forced text is looked for, to be guessed."""
         self.compiler = Compiler(make_vocab, whitespace=whitespace, max_cached=cache_size, timeout_s=timeout_s)
         self.device, self.prefetches, self.jump = device, prefetches, jump
         self.patience_s = timeout_s + GRACE_S
