@@ -585,6 +585,8 @@ class Choice:
 class Answer:
     """What a call has got so far, and how its API says it. `choices` lie prompt by prompt, sample by sample."""
 
+    done_after_errors = False       # whether [DONE] comes behind an error in a stream
+
     def __init__(self, id: str, model: str, body: Body, choices: list[Choice], codec: Codec):
         self.id, self.model, self.body, self.codec = id, model, body, codec
         self.choices = choices
@@ -743,6 +745,8 @@ class CompletionAnswer(Answer):
 
 class GenerateAnswer(Answer):
     """SGLang's own format: every event holds all there is so far."""
+
+    done_after_errors = True
 
     def __init__(self, *args, single: bool):
         super().__init__(*args)

@@ -140,7 +140,8 @@ class time_limit:  # noqa: N801 (it is used as a function)
 
     def __enter__(self) -> None:
         self.before = CLOCK.deadline, CLOCK.lock, CLOCK.unwanted
-        CLOCK.deadline, CLOCK.lock, CLOCK.unwanted = min(CLOCK.deadline, self.deadline), self.lock, self.unwanted or CLOCK.unwanted
+        CLOCK.deadline, CLOCK.lock = min(CLOCK.deadline, self.deadline), self.lock
+        CLOCK.unwanted = self.unwanted or CLOCK.unwanted
 
     def __exit__(self, *error: object) -> None:
         CLOCK.deadline, CLOCK.lock, CLOCK.unwanted = self.before

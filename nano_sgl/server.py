@@ -270,7 +270,7 @@ class EventStream(Response):
                 self.chunks = await self.stream.next()
             yield b"".join(map(sse, self.answer.last_events())) + b"data: [DONE]\n\n"
         except RequestError as error:
-            yield sse(error_json(self.answer.blame(error)))
+            yield sse(error_json(self.answer.blame(error))) + (b"data: [DONE]\n\n" if self.answer.done_after_errors else b"")
 
 
 def sse(event: Any) -> bytes:
