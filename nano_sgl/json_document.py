@@ -166,6 +166,7 @@ SHAPES: dict[str, tuple[Callable[[object], bool], str]] = {  # keyword -> what i
 REFUSED = {"extends": "is draft-03", "disallow": "is draft-03", "divisibleBy": "is draft-03"}
 MAPS = ("properties", "patternProperties", "dependentSchemas", "dependencies", "$defs", "definitions")  # keywords that hold schemas by name
 DATA = ("enum", "const", "default", "examples")                                                        # keywords that hold no schemas
+ADDRESSED, REFERENCES = frozenset(("$id", "id", "$anchor", "$dynamicAnchor")), ("$ref", "$dynamicRef")
 APPLIED = {"$ref", "allOf", "anyOf", "oneOf", "if", "dependentSchemas", "dependencies"}  # keywords by which other schemas see an object
 UNEVALUATED = {"unevaluatedProperties": "additionalProperties", "unevaluatedItems": "items"}  # and what says the same where nothing is applied
 OWNERS = {"object": ("required", "properties", "patternProperties", "additionalProperties", "propertyNames", "minProperties", "maxProperties",
@@ -175,6 +176,7 @@ OWNERS = {"object": ("required", "properties", "patternProperties", "additionalP
           "number": ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")}
 OWNER = {keyword: kind for kind, keywords in OWNERS.items() for keyword in keywords}
 NOT_HELD = ("idn-email", "idn-hostname")
+NESTED = frozenset((dict, list))
 RARE = COUNTS | {"then", "else", "exclusiveMinimum", "exclusiveMaximum", "additionalItems", "format", "uniqueItems", *UNEVALUATED}
 
 
@@ -187,6 +189,7 @@ class Document:
         self.root = root
         self.memo: dict[tuple, tuple] = {}         # with the objects whose ids are in the keys: an id stays its own
         self.flats: dict[int, tuple[dict | bool, Parts | None]] = {}  # what `flatten` made of a schema; with it, for the same reason
+        self.cleaned: dict[int, tuple[dict, Part]] = {}               # what `clean` made of it
         self.anchors: dict[tuple[str, str], Part] = {}
         self.bases: dict[str, str] = {}
         self.old = isinstance(root, dict) and bool(re.search(r"draft-0[3467]", str(root.get("$schema", ""))))
@@ -202,29 +205,36 @@ class Document:
         """Finds $id and $anchor: in `bases` the address of each schema that has one, by place; in `anchors` schemas by address and name. References
         are made absolute, so that it does not matter where they stand."""
         self.bases[""] = ""
-        todo: list[tuple[object, str, str, bool]] = [(self.root, "", "", False)]
+        todo: list[tuple[dict | list, tuple | None, str, bool]] = [(self.root, None, "", False)]
         while todo:
-            node, path, base, by_name = todo.pop()
-            for name in ("$id", "id") if self.old else ("$id",):
-                if isinstance(node, dict) and isinstance(node.get(name), str) and not by_name:
-                    if node[name].startswith("#"):
-                        self.anchors.setdefault((base, node[name][1:]), Part(node, path))
-                    else:
-                        base = self.bases[path] = joined(base, node[name], name, path).partition("#")[0]
-                        self.anchors.setdefault((base, ""), Part(node, path))
-            if isinstance(node, dict):
-                for name in ("$ref", "$dynamicRef"):
-                    if isinstance(node.get(name), str) and base:
-                        address, mark, fragment = node[name].partition("#")
-                        node[name] = (joined(base, address, name, path) if address else base) + mark + fragment
-                for name in ("$anchor", "$dynamicAnchor"):
-                    if isinstance(node.get(name), str):
-                        self.anchors.setdefault((base, node[name]), Part(node, path))
-                todo += [(item, f"{path}/{escape(key)}", base, key in MAPS and not by_name) for key, item in node.items()
-                         if isinstance(item, (dict, list)) and (by_name or key not in DATA)]
-            elif isinstance(node, list):
-                todo += [(item, f"{path}/{i}", base, False) for i, item in enumerate(node) if isinstance(item, (dict, list))]
+            node, place, base, by_name = todo.pop()
+            if type(node) is dict:
+                if not ADDRESSED.isdisjoint(node) or base and any(name in node for name in REFERENCES):
+                    base = self.addressed(node, pointer(place), base, by_name)
+                for key, item in node.items():
+                    if type(item) in NESTED and (by_name or key not in DATA):
+                        todo.append((item, (place, key), base, key in MAPS and not by_name))
+            elif type(node) is list:
+                todo += [(item, (place, str(i)), base, False) for i, item in enumerate(node) if type(item) in NESTED]
         self.anchors.setdefault((self.bases[""], ""), Part(self.root, ""))
+
+    def addressed(self, node: dict, path: str, base: str, by_name: bool) -> str:
+        """Notes the addresses of a schema, and makes its references absolute; gives back the address of what is in it."""
+        for name in ("$id", "id") if self.old else ("$id",):
+            if isinstance(node.get(name), str) and not by_name:
+                if node[name].startswith("#"):
+                    self.anchors.setdefault((base, node[name][1:]), Part(node, path))
+                else:
+                    base = self.bases[path] = joined(base, node[name], name, path).partition("#")[0]
+                    self.anchors.setdefault((base, ""), Part(node, path))
+        for name in REFERENCES:
+            if isinstance(node.get(name), str) and base:
+                address, mark, fragment = node[name].partition("#")
+                node[name] = (joined(base, address, name, path) if address else base) + mark + fragment
+        for name in ("$anchor", "$dynamicAnchor"):
+            if isinstance(node.get(name), str):
+                self.anchors.setdefault((base, node[name]), Part(node, path))
+        return base
 
     def resolve(self, ref: str, path: str) -> Part:
         """What a reference leads to."""
@@ -251,21 +261,29 @@ class Document:
             raise refusal("$ref", path, f"{ref[:60]} is no schema")
         return Part(node, place)
 
-    def check(self, part: Part) -> None:
-        """Raises GrammarError for what is not as a draft has it."""
+    def check(self, part: Part) -> dict:
+        """Raises GrammarError for what is not as a draft has it; gives back what is held."""
+        held = {}
         for keyword, arg in part.schema.items() if isinstance(part.schema, dict) else ():
-            if keyword in REFUSED:
-                raise refusal(keyword, part.path, REFUSED[keyword])
             shape = SHAPES.get(keyword)
-            if shape and not shape[0](arg):
-                raise refusal(keyword, part.path, shape[1])
+            if shape:
+                if not shape[0](arg):
+                    raise refusal(keyword, part.path, shape[1])
+                held[keyword] = arg
+            elif keyword in REFUSED:
+                raise refusal(keyword, part.path, REFUSED[keyword])
+        return held
 
     def clean(self, part: Part) -> Part:
         """The part without annotations, in the forms of 2020-12; checks all that is left."""
         if isinstance(part.schema, bool):
             return part
-        found = self.once(("clean", id(part.schema)), part.schema, lambda: self._clean(part))
-        return self.once(("clean", id(found.schema)), found.schema, lambda: found)  # what is clean stays the same object
+        found = self.cleaned.get(id(part.schema))
+        if found is None:
+            made = self._clean(part)
+            found = self.cleaned.setdefault(id(made.schema), (made.schema, made))   # what is clean stays the same object
+            self.cleaned[id(part.schema)] = part.schema, found[1]
+        return found[1]
 
     def _clean(self, part: Part) -> Part:
         schema, path = part
@@ -276,13 +294,12 @@ class Document:
                 if "$ref" in schema or len(self.bases) > 1:
                     raise refusal(keyword, path, "is not supported beside $ref, and where schemas have an $id of their own")
                 schema = {"$ref" if key == keyword else key: arg for key, arg in schema.items()}
-        self.check(Part(schema, path))
-        held = {keyword: arg for keyword, arg in schema.items() if keyword in SHAPES}
-        if isinstance(held.get("items"), list) or not RARE.isdisjoint(held):
+        held = self.check(Part(schema, path))
+        if not RARE.isdisjoint(held) or isinstance(held.get("items"), list):
             held = self._modern(held, path)
-        if any(isinstance(arg, (dict, list)) for arg in held.values()):
+        if not NESTED.isdisjoint(map(type, held.values())):
             return Part(held, path)
-        return self.once(("equal", *map(repr, held.items())), None, lambda: Part(held, path))  # small schemas come again and again
+        return self.memo.setdefault(("equal", repr(held)), (None, Part(held, path)))[1]     # small schemas come again and again
 
     def _modern(self, held: dict, path: str) -> dict:
         """The same in the form of 2020-12, where lists of items or some of RARE are in it."""
@@ -352,6 +369,9 @@ class Document:
         return tuple(flat.values())
 
     def _flatten(self, part: Part) -> Parts | None:
+        part = self.clean(part)
+        if part.schema and "$ref" not in part.schema and "allOf" not in part.schema:    # as most are
+            return part,
         todo, flat, seen = [part], [], set()
         within: set[int] = set()  # the schemas whose references are being followed
         while todo:
@@ -622,6 +642,15 @@ def joined(base: str, address: str, keyword: str, path: str) -> str:
 def escape(key: str) -> str:
     """A key in a JSON pointer."""
     return key.replace("~", "~0").replace("/", "~1")
+
+
+def pointer(place: tuple | None) -> str:
+    """The JSON pointer of a place: that of the one above, and a key; None: the root."""
+    keys = []
+    while place is not None:
+        place, key = place
+        keys.append(f"/{escape(key)}")
+    return "".join(reversed(keys))
 
 
 if __name__ == "__main__":

@@ -28,7 +28,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import os
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import NamedTuple
 
@@ -145,7 +144,7 @@ def uncounted(writer: Writer, pairs: list[Pair], extras: list[Option], low: int)
     made: dict[int, tuple[object, Expr]] = {}
     for i in range(len(pairs) - 1, -1, -1):
         key, options, required = pairs[i]
-        value = alt(value for value, _ in options)
+        value = options[0][0] if len(options) == 1 else alt(value for value, _ in options)
         if value == NEVER and not required:
             continue
         leaf = cat([colon, value, alt([after, cat([comma, written(writer, tree, made)])])])
@@ -162,7 +161,7 @@ def grown(tree: Tree, key: bytes, leaf: Expr) -> Tree:
     if key[0] not in tree:
         return {**tree, key[0]: (key, leaf)}
     label, below = tree[key[0]]
-    same = len(os.path.commonprefix([label, key]))
+    same = next((i for i, (one, other) in enumerate(zip(label, key)) if one != other), min(len(label), len(key)))
     if same < len(label):
         below = {label[same]: (label[same:], below)}
     return {**tree, key[0]: (label[:same], grown(below, key[same:], leaf))}
@@ -170,22 +169,22 @@ def grown(tree: Tree, key: bytes, leaf: Expr) -> Tree:
 
 def written(writer: Writer, tree: Tree, made: dict[int, tuple[object, Expr]]) -> Expr:
     """What a tree of keys stands for. made: the trees and branches that have a rule, by identity."""
-    if id(tree) not in made:
-        parts = [branch(writer, one, made, len(tree) > 1) for one in tree.values()]
-        made[id(tree)] = tree, named(writer, alt(parts)) if len(parts) > 1 else alt(parts)
+    found = made.get(id(tree))
+    if found is None:
+        parts = [(made.get(id(one)) or branch(writer, one, made, len(tree) > 1))[1] for one in tree.values()]
+        found = made[id(tree)] = tree, named(writer, alt(parts)) if len(parts) > 1 else alt(parts)
         if len(made) > 2 * MAX_PAIRS:
             raise writer.refuse("properties", "more of them that may be left out than can be told apart; those that are required do not count")
         tick()
-    return made[id(tree)][1]
+    return found[1]
 
 
-def branch(writer: Writer, one: tuple[bytes, Tree | Expr], made: dict[int, tuple[object, Expr]], shared: bool) -> Expr:
-    """A part of a key, and what stands behind it."""
-    if id(one) not in made:
-        label, below = one
-        expr = cat([*map(BYTES.__getitem__, label), written(writer, below, made) if isinstance(below, dict) else below])
-        made[id(one)] = one, named(writer, expr) if shared and len(label) > 12 else expr
-    return made[id(one)][1]
+def branch(writer: Writer, one: tuple[bytes, Tree | Expr], made: dict[int, tuple[object, Expr]], shared: bool) -> tuple[object, Expr]:
+    """Notes what a part of a key stands for, and what stands behind it."""
+    label, below = one
+    expr = cat([*map(BYTES.__getitem__, label), written(writer, below, made) if isinstance(below, dict) else below])
+    found = made[id(one)] = one, named(writer, expr) if shared and len(label) > 12 else expr
+    return found
 
 
 def named(writer: Writer, expr: Expr) -> Expr:
@@ -241,6 +240,8 @@ def others(writer: Writer, extras: list[Option], left: Count, begun: bool) -> Ex
     low, high, wishes = left
     if high is not None and high < low:
         return NEVER
+    if not extras and not wishes and low < 1:
+        return writer.layout.pad if begun else EMPTY
     if wishes:
         cap = low if high is None else high
 

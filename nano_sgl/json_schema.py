@@ -46,13 +46,15 @@ from .json_document import (EITHER, HAS, NAMED_TYPES, NOT, OWNER, TAIL, TYPES, D
 from .json_members import Count, Option, Pair, Writer, avoid, bracketed, in_any_order, in_order, sequence, subsets
 from .json_text import (FORMATS, MAX_DIGITS, WHOLE, Bounds, Derived, Letters, Multiple, Several, product, quoted, regex_rules,
                         scientific, shortened, single, span, spelled)
-from .rules import ALL, BYTES, NEVER, Byte, Cat, Expr, GrammarError, Or, Ranges, Ref, Repeat, Rules, alt, cat, literal, repeat, show, tick
+from .rules import ALL, BYTES, NEVER, Byte, Cat, Expr, GrammarError, Or, Ranges, Ref, Repeat, Rules, alt, cat, literal, productive, repeat, show, tick
 from .schema import LAYOUTS, MAX_TEXT, grammar, json_rules, strings
 
 MAX_SETS = 12_000      # parts of all sets that have a rule
 MAX_WORDS = 40_000     # characters of the keys that others must differ from, in all objects
 ALL_TYPES = frozenset(TYPES)
 MEMBERS = frozenset(("properties", "patternProperties", "additionalProperties", "propertyNames"))
+SAYING = frozenset(("minLength", "maxLength", "pattern", "format", "enum", "const", NOT))     # what says something of a string
+BOUNDING = frozenset(("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum"))
 
 
 class Source(NamedTuple):
@@ -101,29 +103,34 @@ class Compiler:
     def compile(self) -> Rules:
         """All rules. Raises GrammarError where no value is valid."""
         self.rules["root"] = self.value([Part(self.document.root, "")])
+        begins = [0]                                # where the rules of a set begin
         while self.todo:
             name, flat, alternatives = self.todo.pop()
+            begins.append(len(self.rules))
             self.rules[name] = self.body(name, flat, alternatives)
             tick()
         if (path := endless(self.turns)) is not None:
             raise refusal("$ref", path, "a schema that holds where it holds itself says nothing")
-        if not productive(self.rules):
+        names = list(self.rules)                    # of each set its own rule comes last: turned round, most refer to later ones
+        found = {name: self.rules[name] for begin, end in zip(begins, [*begins[1:], len(names)]) for name in reversed(names[begin:end])}
+        if not productive(found, {name for name in found if name.startswith(("json.", "other"))}):  # terminals, and keys that nobody declares
             raise refusal("schema", "", "no value is valid")
-        return Rules(self.rules, "root")
+        return Rules(found, "root")
 
     def value(self, parts: Iterable[Part]) -> Expr:
         """A value for which all parts hold."""
         parts = [*parts]
         given = tuple([id(part[0]) for part in parts])
-        if given not in self.names:
+        found = self.names.get(given)
+        if found is None:
             flat = self.flat(parts)
             if not flat:
                 return NEVER if flat is None else self.json("value")
             key = tuple([id(part[0]) for part in flat])
             if key not in self.names:
                 self.settle(key, flat)
-            self.names[given] = self.names[key]     # the document keeps what was flattened, so ids stay their own
-        return self.names[given]
+            found = self.names[given] = self.names[key]     # the document keeps what was flattened, so ids stay their own
+        return found
 
     def settle(self, key: tuple[int, ...], flat: Parts) -> None:
         """Names a set. Where only one alternative is possible, that is the set."""
@@ -152,15 +159,16 @@ class Compiler:
         """The alternatives of a set that may have values; None: it has no alternatives."""
         if self.impossible(flat, 0):
             return []
-        split = None if self.finite(flat) is not None else self.split(flat)
+        split = self.split(flat) if self.finite(flat) is None else None
         return None if split is None else [more for more in map(self.flat, split) if more is not None and not self.impossible(more, 1)]
 
     def json(self, name: str) -> Ref:
         """Any value, number or string."""
-        if f"json.{name}" not in self.rules:
+        rule = f"json.{name}"
+        if rule not in self.rules:
             known = json_terminals(self.whitespace)
-            self.rules |= known if name == "value" else {f"json.{name}": known[f"json.{name}"]}
-        return Ref(f"json.{name}")
+            self.rules |= known if name == "value" else {rule: known[rule]}
+        return Ref(rule)
 
     def char(self, ranges: Ranges, plain: bool = False) -> Ref:
         """One character, as a rule: for sets come again."""
@@ -178,6 +186,9 @@ class Compiler:
         if (values := self.finite(flat)) is not None:
             return self.listed(name, values)
         types = self.types(flat)
+        if len(types) == 1:                         # as most are
+            kind, = types
+            return self.WRITERS[kind](self, name, flat, kind)
         both = types & NAMED_TYPES["number"] if NAMED_TYPES["number"] <= types else frozenset()
         numbers = [self.number(name, flat, "number")] if both else []
         return alt(numbers + [self.WRITERS[kind](self, name, flat, kind) for kind in sorted(types - both)])
@@ -187,7 +198,9 @@ class Compiler:
     def split(self, flat: Parts) -> list[list[Part]] | None:
         """The sets of parts of which one must hold, by the first keyword that has alternatives; None: there is none."""
         for i, part in enumerate(flat):
-            for keyword, split in self.SPLITS.items() if not self.SPLITTING.isdisjoint(part[0]) else ():
+            if self.SPLITTING.isdisjoint(part[0]):  # as most are
+                continue
+            for keyword, split in self.SPLITS.items():
                 if keyword in part.schema and (keyword not in OWNER or "object" in self.types(flat)):
                     rest = self.document.without(part, keyword, *(("then", "else") if keyword == "if" else ()))
                     return [[*flat[:i], rest, *more, *flat[i + 1:]] for more in split(self, part, part.schema[keyword])]
@@ -272,8 +285,8 @@ class Compiler:
         kinds = self.types(flat)
         if not kinds or self.finite(flat) == []:
             return True
-        if kinds <= {"integer", "fraction"}:
-            return self.bounds(flat).empty()
+        if kinds <= NAMED_TYPES["number"]:
+            return not all(map(BOUNDING.isdisjoint, [part[0] for part in flat])) and self.bounds(flat).empty()
         return kinds == {"object"} and depth > 0 and any(
             self.impossible(self.flat(self.member(flat, key)), depth - 1) for part in flat for key in part.schema.get("required", ()))
 
@@ -283,7 +296,9 @@ class Compiler:
         """The types that are left."""
         found = ALL_TYPES
         for part in flat:
-            one = self.kinds.get(id(part[0])) or self.kinds.setdefault(id(part[0]), (self.types_of(part), part))
+            one = self.kinds.get(id(part[0]))
+            if one is None:
+                one = self.kinds[id(part[0])] = self.types_of(part), part
             found = one[0] if found is ALL_TYPES else found & one[0]
         return found
 
@@ -291,31 +306,33 @@ class Compiler:
         """The types that a part allows."""
         found = ALL_TYPES
         for kind, positive in self.said(part, "type"):
-            named = set().union(*(NAMED_TYPES[one] for one in (kind if isinstance(kind, list) else [kind])))
+            named = set().union(*map(NAMED_TYPES.get, kind)) if isinstance(kind, list) else NAMED_TYPES[kind]
             found = found & named if positive else found - named
         return found
 
     def said(self, part: Part, keyword: str) -> list[tuple]:
         """What a part says with a keyword: (argument, False where it is negated)."""
-        negated, arg = part.schema.get(NOT, (None, None))
-        held = [(part.schema[keyword], True)] if keyword in part.schema else []
-        return held + [(arg, False)] if negated == keyword else held
+        schema = part[0]
+        held = [(schema[keyword], True)] if keyword in schema else []
+        if NOT in schema and schema[NOT][0] == keyword:
+            held.append((schema[NOT][1], False))
+        return held
 
     def finite(self, flat: Parts) -> list | None:
         """The values, if they are listed."""
-        kinds, lists = self.types(flat), [part[0] for part in flat if "enum" in part[0] or "const" in part[0]]
-        if not lists and not (kinds and kinds <= {"boolean", "null"}):
-            return None
         key = tuple([id(part[0]) for part in flat])
-        if key not in self.values:
+        if key in self.values:
+            return self.values[key]
+        kinds, lists, values = self.types(flat), [part[0] for part in flat if "enum" in part[0] or "const" in part[0]], None
+        if lists or kinds and kinds <= {"boolean", "null"}:
             values = lists[0].get("enum", [lists[0].get("const")]) if lists else (True, False, None)
             plain = len(flat) == len(lists) == 1 and lists[0].keys() <= {"enum", "type"}
             if plain or not lists:
                 values = [value for value in values if type_of(value) in kinds]
             if not plain:                           # else the type is all that is said of them
                 values = [value for value in values if all(self.holds(value, one) for one in flat)]
-            self.values[key] = values
-        return self.values[key]
+        self.values[key] = values
+        return values
 
     def bounds(self, flat: Iterable[Part]) -> Bounds:
         """Of a number."""
@@ -430,6 +447,8 @@ class Compiler:
 
     def string(self, name: str, flat: Parts, kind: str) -> Expr:
         """A string."""
+        if all(map(SAYING.isdisjoint, [part[0] for part in flat])):     # as most are
+            return self.json("string")
         without = self.excluded(flat, "string")
         if any(part.schema.get("format") == "regex" for part in flat) and self.text(flat, True)[:3] == ANYTHING[:3] and not without:
             self.rules |= regex_rules()
@@ -593,19 +612,22 @@ class Compiler:
         found = []
         for part in flat:
             if not MEMBERS.isdisjoint(part[0]):
-                if (id(part[0]), key) not in self.named:
-                    self.named[id(part[0]), key] = self.member_of(part, key)
-                found += self.named[id(part[0]), key]
+                known = self.named.get((id(part[0]), key))
+                if known is None:
+                    known = self.named[id(part[0]), key] = self.member_of(part, key)
+                found += known
         tick()
         return found
 
     def member_of(self, part: Part, key: str) -> list[Part]:
         """What a part says of it."""
-        schema, path = part
+        (schema, path), named = part, []
         tick()
-        named = [Part(schema["properties"][key], f"{path}/properties/{escape(key)}")] if key in schema.get("properties", ()) else []
-        named += [Part(one, f"{path}/patternProperties/{escape(pattern)}") for pattern, one in schema.get("patternProperties", {}).items()
-                  if self.letters.matches(self.parse((pattern, True), True, "patternProperties", path), key)]
+        if key in schema.get("properties", ()):
+            named.append(Part(schema["properties"][key], f"{path}/properties/{escape(key)}"))
+        if "patternProperties" in schema:
+            named += [Part(one, f"{path}/patternProperties/{escape(pattern)}") for pattern, one in schema["patternProperties"].items()
+                      if self.letters.matches(self.parse((pattern, True), True, "patternProperties", path), key)]
         if not named and "additionalProperties" in schema:
             named.append(Part(schema["additionalProperties"], f"{path}/additionalProperties"))
         if "propertyNames" in schema and not self.holds(key, Part(schema["propertyNames"], f"{path}/propertyNames")):
@@ -614,12 +636,15 @@ class Compiler:
 
     def names_of(self, flat: Parts, wishes: Iterable[Part] = ()) -> list[Parts]:
         """What the keys must be, as alternatives. wishes: more that must hold for one."""
-        names = [Part(part.schema["propertyNames"], f"{part.path}/propertyNames") for part in flat if "propertyNames" in part.schema]
+        names = [Part(schema["propertyNames"], f"{path}/propertyNames") for schema, path in flat if "propertyNames" in schema]
         return self.alternatives([*names, *wishes], "propertyNames", flat[0].path) if names or wishes else [()]
 
     def extras(self, name: str, flat: Parts, declared: Iterable[str], wishes: list[tuple[Part, Part]]) -> list[Option]:
         """Members whose keys nobody declares, by the patterns that match and the wishes that they fulfil."""
-        patterns = list(dict.fromkeys(pattern for part in flat for pattern in part.schema.get("patternProperties", ())))
+        patterns = list(dict.fromkeys([pattern for part in flat for pattern in part[0].get("patternProperties", ())]))
+        if not patterns and not wishes and next((schema["additionalProperties"] for schema, _ in flat if "additionalProperties" in schema),
+                                                not self.strict) is False and not any("propertyNames" in schema for schema, _ in flat):
+            return []                               # as most are: there are none
         found = []
         for bits in range(1 << len(wishes)):
             chosen = [wish for i, wish in enumerate(wishes) if bits >> i & 1]
@@ -632,14 +657,18 @@ class Compiler:
 
     def extra(self, name: str, flat: Parts, text: Text, without: set[str], patterns: list[str], more: list[Part]) -> Expr:
         """A member whose key is none of those in `without`; more: what else its value must be."""
-        path = flat[0].path
+        path, known = flat[0].path, {}
 
-        @lru_cache(maxsize=None)
         def value(matched: frozenset[str]) -> Expr:
+            if matched not in known:
+                known[matched] = made(matched)
+            return known[matched]
+
+        def made(matched: frozenset[str]) -> Expr:
             parts, closed = list(more), self.strict and not matched
             for schema, place in flat:
-                own = [Part(one, f"{place}/patternProperties/{escape(pattern)}") for pattern, one in schema.get("patternProperties", {}).items()
-                       if pattern in matched]
+                own = [Part(one, f"{place}/patternProperties/{escape(pattern)}") for pattern, one in schema["patternProperties"].items()
+                       if pattern in matched] if "patternProperties" in schema else []
                 if not own and "additionalProperties" in schema:
                     own, closed = [Part(schema["additionalProperties"], f"{place}/additionalProperties")], False
                 parts += own
@@ -648,7 +677,8 @@ class Compiler:
         if not patterns or len(patterns) == 1 and value(frozenset()) == NEVER:
             last = value(frozenset(patterns))
             sources = text.sources + [Source((pattern, True), True, "patternProperties", path) for pattern in patterns]
-            self.exprs(sources)                     # which may refuse them
+            if sources:
+                self.exprs(sources)                 # which may refuse them
             if last == NEVER:
                 return NEVER
             keys = text._replace(sources=sources, keyword="patternProperties" if patterns else text.keyword)
@@ -667,12 +697,14 @@ class Compiler:
     def object(self, name: str, flat: Parts, kind: str) -> Expr:
         """An object."""
         path = flat[0].path
-        wishes = [(Part(part.schema[HAS][0], part.path), Part(part.schema[HAS][1], part.path)) for part in flat if HAS in part.schema]
+        wishes = [(Part(schema[HAS][0], place), Part(schema[HAS][1], place)) for schema, place in flat if HAS in schema]
         if len(wishes) > 4:
             raise refusal("not", path, "of more than 4 kinds of members is not supported")
-        keys = dict.fromkeys(key for part in flat for key in part.schema.get("properties", ()))
-        required = dict.fromkeys(key for part in flat for key in part.schema.get("required", ()))
-        for names in [one for wish in [(), *((keys,) for keys, _ in wishes)] for one in self.names_of(flat, wish)]:
+        keys, required = {}, {}
+        for schema, _ in flat:
+            keys |= dict.fromkeys(schema.get("properties", ()))
+            required |= dict.fromkeys(schema.get("required", ()))
+        for names in [one for wish in [(), *[(keys,) for keys, _ in wishes]] for one in self.names_of(flat, wish) if one]:
             keys |= dict.fromkeys(key for key in self.finite(names) or () if isinstance(key, str))
         keys |= required
         pairs = []
@@ -682,14 +714,14 @@ class Compiler:
             more = [(self.value([*parts, *(value for i, (_, value) in enumerate(wishes) if bits >> i & 1)]), bits) for bits in subsets(fits)] \
                 if fits else [(self.value(parts), 0)]
             pairs.append(Pair(encode_basestring(key).encode(), more, key in required))
-        low = max(int(part.schema.get("minProperties", 0)) for part in flat)
-        high = min((int(part.schema["maxProperties"]) for part in flat if "maxProperties" in part.schema), default=None)
+        low = max([int(schema.get("minProperties", 0)) for schema, _ in flat])
+        high = min([int(schema["maxProperties"]) for schema, _ in flat if "maxProperties" in schema], default=None)
         extras = self.extras(name, flat, keys, wishes)
         return self.members(self.writer(name, path), pairs, extras, Count(low, high, (1 << len(wishes)) - 1))
 
     def members(self, writer: Writer, pairs: list[Pair], extras: list[Option], count: Count) -> Expr:
         """An object of these members."""
-        return cat([literal("{"), self.layout.pad, (in_any_order if self.any_order else in_order)(writer, pairs, extras, count), literal("}")])
+        return cat([BYTES[123], self.layout.pad, (in_any_order if self.any_order else in_order)(writer, pairs, extras, count), BYTES[125]])
 
     WRITERS = {"string": string, "integer": number, "fraction": number, "array": array, "object": object,
                "boolean": constant, "null": constant}
@@ -769,35 +801,6 @@ def is_regex(text: str) -> bool:
         return re.compile(text) is not None
     except (re.error, RecursionError, OverflowError):
         return False
-
-
-def productive(rules: dict[str, Expr]) -> bool:
-    """Does the rule `root` match anything?"""
-    known = {name for name in rules if name.startswith(("json.", "other"))}  # terminals, and keys that nobody declares
-
-    def ends(expr: Expr) -> bool:
-        kind = type(expr)
-        if kind is Ref:
-            return expr.name in known
-        if kind is Repeat:
-            return expr.low == 0 or ends(expr.item)
-        if kind is Or:
-            return any(map(ends, expr.parts))
-        for part in expr.parts if kind is Cat else ():
-            if type(part) is not Byte and not ends(part):
-                return False
-        return True
-
-    left = [name for name in rules if name not in known]
-    while True:
-        waiting = []
-        for name in reversed(left):
-            known |= {name} if ends(rules[name]) else set()
-            waiting += [] if name in known else [name]
-            tick()
-        if "root" in known or len(waiting) == len(left):
-            return "root" in known
-        left = waiting
 
 
 @grammar("json_schema")

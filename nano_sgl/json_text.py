@@ -659,6 +659,7 @@ class Bounds(NamedTuple):
         """Is there no such number?"""
         return None not in (self.low, self.high) and (self.low > self.high or self.low == self.high and (self.low_open or self.high_open))
 
+    @functools.lru_cache(maxsize=256)
     def write(self, integers: bool) -> Expr:
         """All such numbers, without exponents."""
         made = []

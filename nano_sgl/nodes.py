@@ -49,9 +49,9 @@ class Nodes:
         self.items: list[int] = []                  # what a repeat repeats; of other nodes, themselves
         self._ids: dict[tuple, int] = {}
         self._bytes: dict[int, int] = {}
-        self._cats: set[int] = set()
+        self.special: set[int] = {EMPTY, NEVER}     # what does not stand in a Cat as it is: these and other Cats
         self._ors: set[int] = set()
-        self._letters: set[int] = set()             # what is one byte
+        self.letters: set[int] = set()             # what is one byte
         self._compound: set[int] = set()            # what is deeper than 1
         self._looped: set[int] = set()              # what has a repeat in it
         self._linear: dict[int, tuple] = {}
@@ -78,22 +78,30 @@ class Nodes:
         self.keys.append(key)
         self.nullable.append(nullable)
         self.stacked.append(stacked)
-        self.items.append(key[1] if kind == "rep" else node)
-        if kind in ("cat", "or"):
-            (self._cats if kind == "cat" else self._ors).add(node)
+        if kind == "cat" or kind == "or":
+            self.items.append(node)
             below = self._compound.intersection(key)
-            self.depth.append(1 + max(map(self.depth.__getitem__, below)) if below else 2)
-            if below and not self._looped.isdisjoint(below):
-                self._looped.add(node)
+            if below:
+                self.depth.append(1 + max(map(self.depth.__getitem__, below)))
+                if not self._looped.isdisjoint(below):
+                    self._looped.add(node)
+            else:
+                self.depth.append(2)
             self._compound.add(node)
+            if kind == "or":
+                self._ors.add(node)
+            else:
+                self.special.add(node)
         elif kind in ("rep", "text", "counted"):
+            self.items.append(key[1] if kind == "rep" else node)
             self.depth.append(1 + self.depth[key[1]])
             self._looped.add(node)
             self._compound.add(node)
         else:
+            self.items.append(node)
             self.depth.append(1)
             if kind == "byte":
-                self._letters.add(node)
+                self.letters.add(node)
         if not node & 255:
             pause()
         return node
@@ -123,8 +131,13 @@ class Nodes:
             return parts[0] if parts else EMPTY
         if NEVER in parts:
             return NEVER
-        if not self._cats.isdisjoint(parts):
-            flat = [p for part in parts for p in (self.keys[part][1:] if part in self._cats else (part,))]
+        if not self.special.isdisjoint(parts):
+            flat: list[int] = []
+            for part in parts:
+                if part in self.special:
+                    flat += self.keys[part][1:]
+                else:
+                    flat.append(part)
             parts = flat if len(flat) <= CHUNK else parts
         while len(parts) > CHUNK:
             parts = [self._cat(parts[i : i + CHUNK]) for i in range(0, len(parts), CHUNK)]
@@ -150,7 +163,7 @@ class Nodes:
         others, keys = set(parts), self.keys
         if not self._ors.isdisjoint(others):
             others = {p for part in others for p in (keys[part][1:] if part in self._ors else (part,))}
-        letters = self._letters & others
+        letters = self.letters & others
         if len(letters) > 1:
             mask = 0
             for letter in letters:

@@ -12,10 +12,10 @@ rule begins with itself, directly or through others: rules that do are a left-li
 Every rule matches something: what never ends is left out. Rules without references are put where they are used; those that come back to themselves
 only at their end are loops.
 
-The order does most of it. Rules are taken after those that they refer to: whether these match the empty text, or anything, is known then, and one
-walk over the expression is all. Only rules that lead to each other, a *cycle*, are solved together. What an expression became is remembered by
-identity: characters and formats, which front ends make once, cost a look-up, and so does a whole cycle, such as the rules of any JSON, whose rules
-keep their numbers.
+The order does most of it. Rules are taken after those that they refer to, the last first: whether these match the empty text, or anything, is known
+then, and one walk over the expression is all; a walk that meets a rule which is not known yet is broken off, and begins again behind it. Only rules
+that lead to each other, a *cycle*, are solved together. What an expression became is remembered by identity: characters and formats, which front ends
+make once, cost a look-up, and so does a whole cycle, such as the rules of any JSON, whose rules keep their numbers.
 
 Cost: a microsecond a part, a look-up for bytes. Where it stops: left recursion through n rules makes up to n^2 new ones, at most MAX_PATHS. Source:
 left recursion after Rosenkrantz (1967); Tarjan (1972).
@@ -40,6 +40,10 @@ SINGLE = frozenset(map(id, BYTES))
 RUN = 8                         # equal parts in a row from which they become a repeat
 
 
+class _Waits(Exception):
+    """A rule refers to one that is not known yet."""
+
+
 class _Normalizer:
     """Rules -> nodes by rule number, in normal form (above). Rules come after those that they refer to: what these are is known then, and only rules
     that come back to themselves are looked at together."""
@@ -49,20 +53,14 @@ class _Normalizer:
         self.ids = {name: nodes.new_rule() for name in rules.rules}
         self.put: dict[str, int] = {}               # what is put where a rule is used: it itself, if it has no references, or a Ref
         self.rules: dict[int, int] = {}
-        self._made: dict[int, int] = {}             # by identity: expressions with references to rules that are known
-        self._plain = dict(nodes.single)            # the same of those without any
+        self._made = dict(nodes.single)             # by identity: expressions whose references, if any, are to rules that are known
+        self._refer: set[int] = set()               # by identity: those with references
         self._solving = False                       # rules that lead to each other: what they refer to is not known yet
         self._refs: dict[int, frozenset[int]] = {}
         self._normal: dict[int, int] = {}
-        self._free: set[int] = set()                # by identity: expressions that refer to no rules
-        graph = {name: self._names(expr) for name, expr in rules.rules.items()}
-        for component in components(graph):
-            name = component[0]
-            if len(component) > 1 or name in graph[name]:
-                self._cycle({name: rules.rules[name] for name in sorted(component)}, set().union(*map(graph.get, component)))
-            else:
-                node = self._convert(rules.rules[name], name, 0)
-                self._settle(name, nodes.positive(node), node, nodes.nullable[node])
+        for name in reversed(rules.rules):          # whoever writes rules begins with what is on top
+            if name not in self.put:
+                self._visit(name, rules.rules)
 
     def begin(self, name: str) -> int:
         """The node of a rule at which a grammar begins. Raises GrammarError."""
@@ -87,6 +85,63 @@ class _Normalizer:
         else:
             self.rules[self.ids[name]] = positive
             self.put[name] = self._used(self.ids[name], optional)
+
+    def _visit(self, name: str, exprs: dict[str, Expr]) -> None:
+        """Makes a rule known, and before it those that it refers to: most are already, so it is tried first, and only where it has to wait it is
+        asked for all of them."""
+        path, uses, asked = [name], {}, set()
+        while path:
+            tick()
+            name = path[-1]
+            if name not in self.put:
+                try:
+                    self._alone(name, exprs[name])
+                except _Waits:
+                    left = self._again(name, exprs)
+                    if left is None or left and name in asked:
+                        uses[name] = self._names(exprs[name])
+                        left = [one for one in uses[name] if one not in self.put]
+                        if not uses.keys().isdisjoint(left):    # one of them waits for this one
+                            left = self._solve(name, exprs, uses)
+                    asked.add(name)
+                    path += left
+                    continue
+            path.pop()
+
+    def _again(self, name: str, exprs: dict[str, Expr]) -> list[str] | None:
+        """Takes a cycle that came before, as that of any JSON, if the rule belongs to one: what must be known for that; None: it does not."""
+        for key, found in self.nodes._cycles.items():
+            before = found[0]
+            if before.get(name) is exprs[name] and all(exprs.get(one) is expr for one, expr in before.items()):
+                uses = key[len(before):]
+                left = [one for one, _ in uses if one not in self.put]
+                if left or any(self.put[one] != node for one, node in uses):
+                    return left if left and exprs.keys() >= set(left) else None
+                self._cycle(before, {one for one, _ in uses})
+                return []
+        return None
+
+    def _solve(self, name: str, exprs: dict[str, Expr], uses: dict[str, set[str]]) -> list[str]:
+        """Makes a rule known that leads to itself, and all that it refers to. uses: what rules refer to, as far as that is known."""
+        graph, todo = {}, [name]
+        while todo:
+            name = todo.pop()
+            if name not in graph:
+                uses[name] = uses.get(name) or self._names(exprs[name])
+                graph[name] = {one for one in uses[name] if one not in self.put}
+                todo += graph[name]
+        for component in components(graph):
+            name = component[0]
+            if len(component) > 1 or name in graph[name]:
+                self._cycle({name: exprs[name] for name in sorted(component)}, set().union(*map(uses.get, component)))
+            else:
+                self._alone(name, exprs[name])
+        return []
+
+    def _alone(self, name: str, expr: Expr) -> None:
+        """Makes a rule known that does not lead to itself."""
+        node = self._convert(expr, name, 0)
+        self._settle(name, self.nodes.positive(node), node, self.nodes.nullable[node])
 
     def _cycle(self, exprs: dict[str, Expr], uses: set[str]) -> None:
         """Rules that lead to each other, and whatever they use. The same ones keep their numbers, so all grammars have the same nodes of them."""
@@ -123,92 +178,111 @@ class _Normalizer:
 
     def _names(self, expr: Expr) -> set[str]:
         """The rules that an expression refers to."""
-        known, free, seen, found, todo = self.nodes._known, self._free, set(), set(), [expr]
+        seen, found, todo = set(), set(), [expr]
         while todo:
             one = todo.pop()
             kind = type(one)
             if kind is Ref:
                 found.add(one.name)
-            elif kind is not Byte and id(one) not in known and id(one) not in free and id(one) not in seen:
+            elif kind is not Byte and id(one) not in seen and not self._is_plain(one):
                 seen.add(id(one))
                 todo += (one.item,) if kind is Repeat else [part for part in one.parts if type(part) is not Byte]
-        if not found:
-            free |= seen
         tick()
         return found & self.ids.keys()
 
+    def _is_plain(self, expr: Expr) -> bool:
+        """Whether it is known, and has no references."""
+        return id(expr) in self.nodes._known or id(expr) in self._made and id(expr) not in self._refer
+
     def _convert(self, expr: Expr, rule: str, depth: int) -> int:
         """The node of an expression. rule: where it stands, for the user."""
-        nodes, kind = self.nodes, type(expr)
-        if kind is Byte:
-            node = self._plain[id(expr)] = nodes.byte(expr.mask)
-            if id(expr) in SINGLE:
-                nodes.single[id(expr)] = node
-            return node
+        kind = type(expr)
         if kind is Ref:
-            self.met += 1
-            found = self.put.get(expr.name)
-            if found is None:
-                if expr.name not in self.ids:
-                    raise GrammarError(f"rule {expr.name} is not defined", expr.name, rule)
-                found = nodes.ref(self.ids[expr.name])
-            return found
+            return self._reference(expr.name, rule)
         found = self._made.get(id(expr))
-        if found is not None:
-            self.met += 1
-            return found
-        known = nodes._known.get(id(expr))
+        if found is None:
+            return self._byte(expr) if kind is Byte else self._compound(expr, rule, depth)
+        self.met += id(expr) in self._refer
+        return found
+
+    def _byte(self, expr: Byte) -> int:
+        node = self._made[id(expr)] = self.nodes.byte(expr.mask)
+        if id(expr) in SINGLE:
+            self.nodes.single[id(expr)] = node
+        return node
+
+    def _compound(self, expr: Cat | Or | Repeat, rule: str, depth: int) -> int:
+        """The node of an expression that was not made yet."""
+        nodes, made, kind, key = self.nodes, self._made, type(expr), id(expr)
+        known = nodes._known.get(key)
         if known is not None and known[0] is expr:
-            self._plain[id(expr)] = known[1]
+            made[key] = known[1]
             return known[1]
-        before = self.count, self.met
-        self.count += 1 if kind is Repeat else len(expr.parts)
-        if not self.count & 7:                      # whoever makes nodes pauses, but these may all be there
-            tick()
-        if depth > MAX_DEPTH or self.count > MAX_PARTS:
-            what = f"nested deeper than {MAX_DEPTH}" if depth > MAX_DEPTH else f"more than {MAX_PARTS} parts"
-            raise GrammarError(f"the grammar is too large: {what}, in rule {rule}", "grammar", rule)
+        if depth > MAX_DEPTH:
+            raise self._too_large(f"nested deeper than {MAX_DEPTH}", rule)
+        count, met = self.count, self.met
         if kind is Repeat:
             if expr.low < 0 or (expr.high is not None and expr.high < expr.low):
                 raise GrammarError(f"a repeat of {expr.low} to {expr.high} times, in rule {rule}", "repeat", rule)
             node = nodes.rep(self._convert(expr.item, rule, depth + 1), expr.low, expr.high)
+            self.count += 1
         else:
-            parts = list(map(self._plain.get, map(id, expr.parts)))
-            if None in parts:
-                for i, part in enumerate(expr.parts):
-                    if type(part) is Ref:
-                        parts[i] = self.put.get(part.name)
-                        self.met += 1
-                    if parts[i] is None:
-                        parts[i] = self._convert(part, rule, depth + 1)
-            node = self._joined(parts) if kind is Cat else nodes.alt(parts)
-        if self.met > before[1]:
-            if not (self._solving and nodes.stacked[node]):
-                self._made[id(expr)] = node
-        else:
-            self._plain[id(expr)] = node
-            if self.count - before[0] > 16:
+            exprs, at = expr.parts, 0
+            ids = list(map(id, exprs))
+            parts = list(map(made.get, ids))
+            for _ in range(parts.count(None)):
+                at = parts.index(None, at)
+                part, of = exprs[at], type(exprs[at])
+                parts[at] = (self._reference(part.name, rule) if of is Ref else self._byte(part) if of is Byte else
+                             self._compound(part, rule, depth + 1) if ids[at] not in made else made[ids[at]])   # it may come twice
+            if self.met == met and not self._refer.isdisjoint(ids):
+                self.met += 1
+            node = nodes.alt(parts) if kind is Or else self._joined(parts)
+            self.count += len(parts)
+        if not self.count & 7:                      # whoever makes nodes pauses, but these may all be there
+            tick()
+        if self.count > MAX_PARTS:
+            raise self._too_large(f"more than {MAX_PARTS} parts", rule)
+        if self.met == met:
+            made[key] = node
+            if self.count - count > 16:
                 if len(nodes._known) >= MAX_KNOWN:
                     nodes._known.clear()
-                nodes._known[id(expr)] = expr, node     # holding `expr` keeps its id from being used again
+                nodes._known[key] = expr, node      # holding `expr` keeps its id from being used again
+        elif not (self._solving and nodes.stacked[node]):
+            made[key] = node
+            self._refer.add(key)
         return node
 
     def _joined(self, parts: list[int]) -> int:
         """The cat of parts, with runs as repeats."""
         nodes = self.nodes
-        if 1 < len(parts) <= CHUNK and EMPTY not in parts and NEVER not in parts and nodes._cats.isdisjoint(parts):
+        if 1 < len(parts) <= CHUNK and nodes.special.isdisjoint(parts):
             items = list(map(nodes.items.__getitem__, parts))
             if True not in map(operator.eq, items, items[1:]):          # as most are: there is nothing to put together
                 return nodes._cat(parts)
         return nodes.cat(self._runs(parts))
 
+    def _reference(self, name: str, rule: str) -> int:
+        """What stands for a rule in another."""
+        self.met += 1
+        found = self.put.get(name)
+        if found is None:
+            if name not in self.ids:
+                raise GrammarError(f"rule {name} is not defined", name, rule)
+            if not self._solving:
+                raise _Waits
+            found = self.nodes.ref(self.ids[name])
+        return found
+
+    def _too_large(self, what: str, rule: str) -> GrammarError:
+        return GrammarError(f"the grammar is too large: {what}, in rule {rule}", "grammar", rule)
+
     def _runs(self, parts: list[int]) -> list[int]:
         """Parts of a Cat, many equal ones as a repeat: x{a,b} x{c,d} is x{a+c,b+d}."""
-        items, keys = list(map(self.nodes.items.__getitem__, parts)), self.nodes.keys
-        if not any(map(operator.eq, items, items[1:])):
-            return parts
-        twice = [i for i in range(len(parts) - 1) if items[i] == items[i + 1]]
-        if len(twice) < RUN - 1 and all(keys[parts[i]][0] == keys[parts[i + 1]][0] == "byte" for i in twice):
+        items = list(map(self.nodes.items.__getitem__, parts))
+        twice = list(itertools.compress(zip(parts, parts[1:]), map(operator.eq, items, items[1:])))
+        if not twice or len(twice) < RUN - 1 and self.nodes.letters.issuperset(itertools.chain(*twice)):
             return parts                            # as words with double letters
         found: list[int] = []
         for item, run in itertools.groupby(map(self.nodes.bounds, parts), key=lambda bounds: bounds[0]):

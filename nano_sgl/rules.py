@@ -225,6 +225,51 @@ def literal(text: str) -> Expr:
     return cat([BYTES[b] for b in text.encode()])
 
 
+def productive(rules: dict[str, Expr], known: set[str]) -> bool:
+    """Does the rule `root` match anything? known: those that do, and are told so."""
+    begun, path, missing = {"root"}, ["root"], []
+
+    def ends(expr: Expr) -> bool:
+        kind = type(expr)
+        if kind is Ref:
+            if expr.name not in known:
+                missing.append(expr.name)
+            return expr.name in known
+        if kind is Repeat:
+            return expr.low == 0 or ends(expr.item)
+        if kind is Or:
+            return any(map(ends, expr.parts))
+        for part in expr.parts if kind is Cat else ():
+            if type(part) is not Byte and not ends(part):
+                return False
+        return True
+
+    while path:                                     # one way down is enough, if it is found at once
+        missing.clear()
+        if ends(rules[path[-1]]):
+            known.add(path.pop())
+        elif missing and missing[-1] not in begun:
+            begun.add(missing[-1])
+            path.append(missing[-1])
+        else:
+            break
+        tick()
+    left = [name for name in reversed(rules) if name not in known]
+    while "root" not in known:
+        waiting = []
+        for name in left:
+            missing.clear()
+            if ends(rules[name]):
+                known.add(name)
+            else:
+                waiting.append(name)
+            tick()
+        if len(waiting) == len(left):
+            return False
+        left = waiting
+    return True
+
+
 # -- characters --
 
 Ranges = tuple[tuple[int, int], ...]
