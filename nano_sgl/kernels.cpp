@@ -59,7 +59,7 @@ void nano_attention(const Attention* a, int dtype) {
 void nano_linear(const void* x, const Weight* w, void* out, int64_t tokens, int64_t x_stride, int float_out, int threads, int dtype) {
     static thread_local std::vector<float> packed;  // the caller's, used by all
     BY_TYPE(dtype, {
-        float* scratch = grown(packed, x_room(w->size));
+        float* scratch = grown(packed, x_room<T>(tokens, w->size));
         together(threads, tokens * w->outputs * w->size > ALONE, [&](Team& team) {
             const TileScope scope(way<T>(*w, tokens) >= Way::TILES);
             if (float_out) linear((const T*)x, x_stride, *w, (float*)out, tokens, false, scratch, team);

@@ -637,10 +637,11 @@ def _address(array: np.ndarray | None) -> int | None:
 
 def few(dtype: torch.dtype, quantised: bool, size: int) -> int:
     """Tokens up to which nano_linear (and so nano_layers) is as fast as torch's product of `size` inputs, or faster; int8: as making floats first."""
-    if dtype != torch.bfloat16 or platform.machine() not in ("x86_64", "AMD64"):
+    features = library().features
+    if platform.machine() not in ("x86_64", "AMD64") or dtype != torch.bfloat16 and "bf16 dot products" in features:
         return 32 if quantised else 4
     # On tiles torch's blocks keep wide rows in the cache; without tiles it is never faster
-    return 512 if "AMX" in library().features and size >= 2048 and not quantised else ANY
+    return 512 if "AMX" in features and size >= 2048 and not quantised else ANY
 
 
 def takes(x: torch.Tensor) -> bool:

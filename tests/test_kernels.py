@@ -133,7 +133,7 @@ def test_linear_of_any_number_of_tokens(kernel_set, dtype, monkeypatch):
     monkeypatch.setattr(native, "few", lambda *args: native.ANY)  # also where torch is faster
     torch.manual_seed(0)
     shapes = [(1, 960, 576), (2, 33, 64), (3, 1, 40), (4, 100, 96), (7, 64, 32), (16, 50, 1536), (17, 96, 64), (32, 70, 128), (40, 9, 64), (0, 4, 32),
-              (33, 64, 96), (64, 47, 32), (100, 80, 160), (513, 70, 64), (1060, 32, 48)]
+              (33, 64, 96), (64, 47, 32), (100, 80, 160), (513, 70, 64), (1060, 32, 48), (5, 33, 385), (15, 31, 9), (23, 18, 777), (521, 65, 1159)]
     for tokens, outputs, size in shapes:
         x, weight, bias = torch.randn(tokens, size + 8).to(dtype)[:, :size], torch.randn(outputs, size).to(dtype), torch.randn(outputs).to(dtype)
         for b in (None, bias):

@@ -75,7 +75,7 @@ def test_a_product_is_that_of_the_whole_numbers_times_the_scales(kernel_set, dty
                 products.append(interpreted.linear(x.to(DEVICE), there, None if b is None else b.to(DEVICE), backend="triton"))
             for got in products:
                 assert got.dtype == dtype and got.shape == want.shape
-                assert ((got.cpu().double() - want).abs() <= 2 * torch.finfo(dtype).eps * most).all()
+                assert ((got.cpu().double() - want).abs() <= 3 * torch.finfo(dtype).eps * most).all()
 
 
 def test_sums_of_whole_numbers_do_not_overflow_float16(kernel_set):

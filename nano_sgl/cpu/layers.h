@@ -96,7 +96,7 @@ template <class T> void run_layers(const Step& s, const Attention& given) {
     T *qkv = take(all * dim), *normed = take(both * dim), *attended = take(heads * dim);
     T *active = take(s.intermediate), *y = take(s.hidden);
     T *x = (T*)s.x, *h = (T*)s.out;
-    float* other = grown(packed, x_room(widest));
+    float* other = grown(packed, x_room<T>(tokens, widest));
     auto product = [&](const T* from, const Weight& w, T* to, Team& team, bool gated = false) {
         linear(from, w.size, w, to, tokens, gated, other, team);
         team.meet();

@@ -3,10 +3,12 @@
 // The outputs are cut into blocks of two times 16, and a thread does a block for all tokens (TOKENS at a time), so that every weight is read once.
 // With few tokens that reading is what a product costs: rows are fetched ahead. Ways to multiply:
 //     vectors   FEW tokens at a time: dot products of rows
+//     panels    more of them, in floats: x is turned, once, into panels of WIDE tokens; each weight becomes a float, once, and multiplies whole
+//               registers. DEPTH inputs at a time: so much of a panel stays in the first cache while the block's rows go by, they in the second
 //     whole     int8 and at most FEW tokens: x becomes whole numbers of 16 bits, and so the sums (AVX512_VNNI)
 //     tiles     AMX multiplies rows by pairs, so its right operand must be turned; whatever is smaller is: for at most TILED tokens x, once, with
 //               w the left operand as it lies in memory and sums that come out by output; for more (many tiles), the block of w
-// Elsewhere int8 becomes T first, a block at a time, or for the fewest tokens in registers.
+// With tiles and vectors int8 becomes T first, a block at a time, or for the fewest tokens in registers.
 #pragma once
 
 #include "products.h"
@@ -14,6 +16,7 @@
 namespace {
 
 constexpr int HALF = 16, OUTPUTS = 32, FEW = 4, TILED = 32, TOKENS = 512;  // a block's outputs; tokens of a step with vectors, with tiles; of a pass
+constexpr int WIDE = NV * VL, DEPTH = 384;  // a panel's tokens; inputs at a time
 
 struct Weight {  // native.py has the same list of fields
     const void* values;   // [outputs, size]
@@ -122,6 +125,17 @@ template <int M> void linear_whole(const uint8_t* x, const float* x_scales, cons
 #endif
 }
 
+// Sums by output [OUTPUTS][tokens] -> by token [tokens][OUTPUTS]; tokens: a multiple of VL
+inline void turn_sums(const float* by_output, int tokens, float* sums) {
+    for (int n = 0; n < OUTPUTS; n += VL)
+        for (int t = 0; t < tokens; t += VL) {
+            vec r[VL];
+            for (int i = 0; i < VL; i++) r[i] = load(by_output + (n + i) * tokens + t);
+            transpose<VL / 2>(r);
+            for (int i = 0; i < VL; i++) store(sums + (t + i) * OUTPUTS + n, r[i]);
+        }
+}
+
 #if defined(__AMX_BF16__)
 // Rows in pairs: [size / 2][16] for each 16 of them, zeros behind the last. Steps `first` to `last` of it, each 16 rows and 32 entries
 inline void turn_rows(const bf16* x, int64_t rows, int64_t size, int64_t stride, float* pairs, int64_t first, int64_t last) {
@@ -167,24 +181,18 @@ template <int TILES> void linear_tiles(const bf16* const* rows, const float* pai
     alignas(64) float by_output[OUTPUTS * 16 * TILES];
     tiles<TILES>(rows[0], rows[1], size, pairs, by_output, size, ahead);
     settle();
-    for (int n = 0; n < OUTPUTS; n += VL)
-        for (int t = 0; t < 16 * TILES; t += VL) {
-            vec r[VL];
-            for (int i = 0; i < VL; i++) r[i] = load(by_output + (n + i) * 16 * TILES + t);
-            transpose<VL / 2>(r);
-            for (int i = 0; i < VL; i++) store(sums + (t + i) * OUTPUTS + n, r[i]);
-        }
+    turn_sums(by_output, 16 * TILES, sums);
 }
 #endif
 
-enum class Way { VECTORS, WHOLE, TILES, MANY_TILES };
+enum class Way { VECTORS, PANELS, WHOLE, TILES, MANY_TILES };
 
 template <class T> Way way(const Weight& w, int64_t tokens) {
     if (WHOLE && PAIRED<T> && w.scales && tokens <= FEW && w.size % 64 == 0) return Way::WHOLE;
 #if defined(__AMX_BF16__)
     if (PAIRED<T> && amx && tokens > 1 && w.size % 32 == 0) return tokens > TILED ? Way::MANY_TILES : Way::TILES;
 #endif
-    return Way::VECTORS;
+    return PAIRED<T> || tokens <= FEW ? Way::VECTORS : Way::PANELS;
 }
 
 struct Bytes {  // x as `to_whole` leaves it
@@ -192,7 +200,10 @@ struct Bytes {  // x as `to_whole` leaves it
     float* scales;    // [tokens]
     Bytes(float* scratch, int64_t size) : values((uint8_t*)scratch), scales(scratch + 2 * FEW * size / 4) {}
 };
-inline int64_t x_room(int64_t size) { return TILED * size / 2 + FEW; }  // floats of scratch in which any way finds room for x in its form
+// Floats of scratch in which any way finds room for x in its form
+template <class T> int64_t x_room(int64_t tokens, int64_t size) {
+    return PAIRED<T> ? TILED * size / 2 + FEW : tokens > FEW ? up(std::min<int64_t>(tokens, TOKENS), VL) * size : 0;
+}
 
 // x in the form in which `how` wants it
 template <class T> void prepare(Way how, const T* x, int64_t x_stride, int64_t tokens, int64_t size, float* scratch) {
@@ -247,11 +258,66 @@ template <class T, class O> void finish(const float* sums, const Weight& w, cons
     }
 }
 
+inline Block block_of(const Weight& w, bool gated, int64_t i) {
+    const int64_t range = gated ? w.outputs / 2 : w.outputs, n = i * (gated ? HALF : OUTPUTS), left = range - n;
+    return {{n, gated ? range + n : n + HALF}, {(int)std::min<int64_t>(left, HALF), (int)std::clamp<int64_t>(gated ? left : left - HALF, 0, HALF)}};
+}
+
+// x in panels: [size][WIDE] for each WIDE tokens, the last as wide as it must be: a multiple of VL
+template <class T> void turn_panels(const T* x, int64_t x_stride, int64_t tokens, int64_t size, float* panels) {
+    const int64_t steps = up(size, VL) / VL;
+#pragma omp for schedule(static) nowait
+    for (int64_t i = 0; i < up(tokens, VL) / VL * steps; i++) {
+        const int64_t t = i / steps * VL, d = i % steps * VL, begin = t / WIDE * WIDE, width = std::min<int64_t>(WIDE, up(tokens - begin, VL));
+        vec r[VL];
+        for (int j = 0; j < VL; j++) r[j] = t + j < tokens ? load(x + (t + j) * x_stride + d, size - d) : vec{};
+        transpose<VL / 2>(r);
+        for (int j = 0; j < std::min<int64_t>(VL, size - d); j++) store(panels + begin * size + (d + j) * width + t - begin, r[j]);
+    }
+}
+
+// As `linear`, by panels, for values of type W
+template <class T, class W, class O>
+void linear_panels(const T* x, int64_t x_stride, const Weight& w, O* out, int64_t tokens, bool gated, float* panels, Team& team) {
+    static thread_local std::vector<float> floats, kept;
+    const int64_t size = w.size, range = gated ? w.outputs / 2 : w.outputs, step = gated ? HALF : OUTPUTS;
+    const int64_t parts = up(size, DEPTH) / DEPTH, part = up(up(size, parts) / parts, VL);
+    float *rows = grown(floats, OUTPUTS * DEPTH), *by_output = grown(kept, OUTPUTS * up(std::min<int64_t>(tokens, TOKENS), VL));
+    alignas(64) float sums[WIDE * OUTPUTS];
+    for (int64_t first = 0; first < tokens; first += TOKENS) {
+        const int64_t count = std::min<int64_t>(TOKENS, tokens - first);
+        if (first) team.meet();  // until all are done with the last panels
+        turn_panels(x + first * x_stride, x_stride, count, size, panels);
+        team.meet();
+#pragma omp for schedule(static) nowait
+        for (int64_t i = 0; i < up(range, step) / step; i++) {
+            const Block b = block_of(w, gated, i);
+            for (int64_t d = 0; d < size; d += part)
+                for (int64_t t = 0; t < count; t += WIDE) {
+                    const int width = std::min<int64_t>(WIDE, up(count - t, VL)), depth = std::min(part, size - d);
+                    for (int half = 0; half < 2; half++) {
+                        const W *from = (const W*)w.values + b.at[half] * size + d, *next = from - d + step * size + d * HALF;
+                        float *left = rows + half * HALF * DEPTH, *to = by_output + t * OUTPUTS + half * HALF * width;
+                        for (int r = 0; t == 0 && r < b.some[half]; r++)
+                            for (int k = 0; k < depth; k += VL) store(left + r * DEPTH + k, load(from + r * size + k, depth - k));
+                        (d ? product<true, false> : product<false, false>)(left, DEPTH, panels + t * size + d * width, width, to, width, b.some[half],
+                                                                           width, depth, {t ? nullptr : (const char*)next, sizeof(W)});
+                    }
+                    if (d + part < size) continue;
+                    turn_sums(by_output + t * OUTPUTS, width, sums);
+                    finish<T>(sums, w, b, gated, std::min<int64_t>(width, count - t), out + (first + t) * range);
+                }
+        }
+    }
+}
+
 // Every thread of a team, between two meetings. out [tokens, N], or where `gated` silu(first half of the outputs) * second half, [tokens, N / 2].
 // `scratch`: x_room. O: T, or float
 template <class T, class O>
 void linear(const T* x, int64_t x_stride, const Weight& w, O* out, int64_t tokens, bool gated, float* scratch, Team& team) {
     const Way how = way<T>(w, tokens);
+    if (how == Way::PANELS)
+        return (w.scales ? linear_panels<T, i8, O> : linear_panels<T, T, O>)(x, x_stride, w, out, tokens, gated, scratch, team);
     if (how != Way::VECTORS) {
         prepare(how, x, x_stride, tokens, w.size, scratch);
         team.meet();
@@ -264,11 +330,10 @@ void linear(const T* x, int64_t x_stride, const Weight& w, O* out, int64_t token
     const bool widen = w.scales && how != Way::WHOLE && (how != Way::VECTORS || tokens > FEW);
 #pragma omp for schedule(static) nowait
     for (int64_t i = 0; i < blocks * passes; i++) {
-        const int64_t n = i % blocks * step, first = i / blocks * TOKENS, last = std::min(tokens, first + TOKENS);
-        const int64_t second = gated ? range + n : n + HALF, left = range - n;
-        const Block b = {{n, second}, {(int)std::min<int64_t>(left, HALF), (int)std::clamp<int64_t>(gated ? left : left - HALF, 0, HALF)}};
-        const i8* small[2] = {(const i8*)w.values + n * size, (const i8*)w.values + second * size};
-        const T* rows[2] = {(const T*)w.values + n * size, (const T*)w.values + second * size};
+        const int64_t first = i / blocks * TOKENS, last = std::min(tokens, first + TOKENS);
+        const Block b = block_of(w, gated, i % blocks);
+        const i8* small[2] = {(const i8*)w.values + b.at[0] * size, (const i8*)w.values + b.at[1] * size};
+        const T* rows[2] = {(const T*)w.values + b.at[0] * size, (const T*)w.values + b.at[1] * size};
         for (int half = 0; half < 2 * widen; half++) {
             T* to = grown(wide, OUTPUTS * size) + half * HALF * size;
             for (int64_t d = 0, end = b.some[half] * size; d < end; d += VL) {

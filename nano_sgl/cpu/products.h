@@ -7,13 +7,14 @@ namespace {
 
 constexpr int MR = 6;   // rows of the micro tile: MR * NV accumulators, NV operands and a broadcast fill the register file
 
+struct Ahead { const char* from; int bytes; };  // what to fetch meanwhile, so many bytes for each of a's entries; from: or null
+
 // c[i][0 .. N * VL) (+)= sum over d of a[i][d] * b[d][..], for R rows. Strides in floats. With PAIRS a and b hold pairs of bf16.
 template <int R, int N, bool ADD, bool PAIRS>
-void micro(const float* a, int64_t a_stride, const float* b, int64_t b_stride, float* c, int64_t c_stride, int depth) {
-    vec acc[R][N];
-    for (int i = 0; i < R; i++)
-        for (int j = 0; j < N; j++) acc[i][j] = ADD ? load(c + i * c_stride + j * VL) : vec{};
+void micro(const float* a, int64_t a_stride, const float* b, int64_t b_stride, float* c, int64_t c_stride, int depth, Ahead ahead) {
+    vec acc[R][N] = {};
     for (int d = 0; d < depth; d++) {
+        if (ahead.from) fetch(ahead.from + d * R * ahead.bytes);
         vec right[N];
         for (int j = 0; j < N; j++) right[j] = load(b + d * b_stride + j * VL);
         for (int i = 0; i < R; i++) {
@@ -30,14 +31,17 @@ void micro(const float* a, int64_t a_stride, const float* b, int64_t b_stride, f
         }
     }
     for (int i = 0; i < R; i++)
-        for (int j = 0; j < N; j++) store(c + i * c_stride + j * VL, acc[i][j]);
+        for (int j = 0; j < N; j++) {  // added last: sums of sums are the more exact
+            float* to = c + i * c_stride + j * VL;
+            store(to, ADD ? load(to) + acc[i][j] : acc[i][j]);
+        }
 }
 
 template <int R, bool ADD, bool PAIRS>
-void row_panel(const float* a, int64_t a_stride, const float* b, int64_t b_stride, float* c, int64_t c_stride, int width, int depth) {
+void row_panel(const float* a, int64_t a_stride, const float* b, int64_t b_stride, float* c, int64_t c_stride, int width, int depth, Ahead ahead) {
     int j = 0;
-    for (; j + NV * VL <= width; j += NV * VL) micro<R, NV, ADD, PAIRS>(a, a_stride, b + j, b_stride, c + j, c_stride, depth);
-    for (; j < width; j += VL) micro<R, 1, ADD, PAIRS>(a, a_stride, b + j, b_stride, c + j, c_stride, depth);
+    for (; j + NV * VL <= width; j += NV * VL) micro<R, NV, ADD, PAIRS>(a, a_stride, b + j, b_stride, c + j, c_stride, depth, ahead);
+    for (; j < width; j += VL) micro<R, 1, ADD, PAIRS>(a, a_stride, b + j, b_stride, c + j, c_stride, depth, ahead);
 }
 
 #if defined(__AMX_BF16__)
@@ -102,21 +106,24 @@ struct TileScope { explicit TileScope(bool) {} };
 // c [rows, width] (+)= a [rows, depth] b [depth, width]. Room for rows up to the next multiple of 16; width a multiple of VL.
 template <bool ADD, bool PAIRS>
 void product(const float* a, int64_t a_stride, const float* b, int64_t b_stride, float* c, int64_t c_stride, int rows, int width,
-             int depth) {
+             int depth, Ahead ahead = {}) {
 #if defined(__AMX_BF16__)
     if constexpr (PAIRS)
         if (amx && rows > MR) return tile_product<ADD>(a, a_stride, b, b_stride, c, c_stride, rows, width, depth);
 #endif
-    for (int i = 0; i < rows; i += MR) {
+    int parts = (rows + MR - 1) / MR, some;  // of sizes alike: a product of few rows loads as much and multiplies less
+    for (int i = 0; i < rows; i += some) {
+        some = (rows - i + parts - 1) / parts, parts--;
         auto run = row_panel<MR, ADD, PAIRS>;
-        switch (rows - i) {
+        switch (some) {
             case 1: run = row_panel<1, ADD, PAIRS>; break;
             case 2: run = row_panel<2, ADD, PAIRS>; break;
             case 3: run = row_panel<3, ADD, PAIRS>; break;
             case 4: run = row_panel<4, ADD, PAIRS>; break;
             case 5: run = row_panel<5, ADD, PAIRS>; break;
         }
-        run(a + i * a_stride, a_stride, b, b_stride, c + i * c_stride, c_stride, width, depth);
+        run(a + i * a_stride, a_stride, b, b_stride, c + i * c_stride, c_stride, width, depth,
+            {ahead.from ? ahead.from + i * depth * ahead.bytes : nullptr, ahead.bytes});
     }
 }
 
