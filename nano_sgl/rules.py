@@ -132,7 +132,7 @@ CLOCK, TICKS = Clock(), itertools.count()
 
 
 class time_limit:  # noqa: N801 (it is used as a function)
-    """Within, `tick` raises GrammarError after `deadline` (time.monotonic; None: never), or once `unwanted` is set, and lets others have `lock`, which
+    """Within, `tick` raises GrammarError after `deadline` (time.monotonic; None: never) or once `unwanted` is set, and lets others have `lock`, which
     this thread holds once."""
 
     def __init__(self, deadline: float | None, lock: threading.RLock | None = None, unwanted: threading.Event | None = None):
