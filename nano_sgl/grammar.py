@@ -41,6 +41,7 @@ XGrammar (Dong et al. 2024).
 from __future__ import annotations
 
 import argparse
+import hashlib
 import threading
 import time
 from collections.abc import Iterable, Sequence
@@ -59,6 +60,7 @@ from .vocab import Vocab
 from .waves import Places
 
 MAX_STEPS = 20_000              # that a grammar remembers
+MAX_PATTERNS = 10_000           # of overrides, that are remembered
 MAX_FORCED = 1024               # bytes that `forced` looks ahead, and readings that it follows
 MAX_ROW_S = 3.0                 # of a row: who waits for one waits with all that share its tables
 MAX_BUILD_S, USUAL_ROW_S = 10.0, 0.005  # CPU seconds of all rows of a grammar, beside what rows usually take
@@ -70,6 +72,7 @@ class Shared:
     def __init__(self, vocab: Vocab):
         self.automaton, self.tables, self.lock = Automaton(vocab), Tables(vocab), threading.RLock()
         self._maps: dict[tuple[int, ...], tuple[int, list[tuple[int, ...]]]] = {}
+        self._patterns: dict[tuple[int, bytes], list[int]] = {}     # overrides of rows -> [bytes that they have taken, the map instead of them, -1]
 
     @property
     def full(self) -> bool:
@@ -88,6 +91,26 @@ class Shared:
                 split = [(*split[key // width], key % width) for key in keys]
             self._maps[key] = self.tables.add_map(classes, sizes), split
         return self._maps[key]
+
+    def map_with(self, which: int, num_classes: int, tokens: np.ndarray, lines: np.ndarray, at_once: bool) -> tuple[int, np.ndarray] | None:
+        """A map with some of its tokens int32 [n], ascending, in classes of their own, behind its own; and of each of these the line. lines: of each
+        token. Behind another count of a repeat of words, or another key, a row overrides the same tokens, and has one line for the same ones. None,
+        as long as all rows with these overrides have taken less memory than the map would, unless it is wanted at once."""
+        _, first, inverse = np.unique(lines, return_index=True, return_inverse=True)
+        rank = np.empty(len(first), np.int32)
+        rank[order := np.argsort(first)] = np.arange(len(first))
+        groups = rank[inverse]
+        if len(self._patterns) > MAX_PATTERNS:
+            self._patterns.clear()
+        known = self._patterns.setdefault((which, hashlib.blake2b(tokens.tobytes() + groups.tobytes(), digest_size=16).digest()), [0, -1])
+        known[0] += tokens.nbytes + lines.nbytes
+        if known[1] < 0:
+            if known[0] < 2 * self.tables.vocab.size and not at_once:
+                return None
+            classes = self.tables.maps[which].astype(np.int32)
+            classes[tokens] = num_classes + groups
+            known[1] = self.tables.add_map(classes)
+        return known[1], lines[first[order]]
 
 
 # ------------------------------------------------------------------------------------------------------------------------- grammars

@@ -36,7 +36,8 @@ from .vocab import Vocab
 
 MAX_FOLLOWED = 3000             # readings followed for one row
 MAX_TEMPLATE_BYTES = 96 << 20
-MAX_OVERRIDES = 4096            # of a row: one with more gets a map of its own
+MAX_OVERRIDES = 4096            # of a row: with more it gets a map
+MANY_OVERRIDES = 256            # with more it gets one once others have the same: see grammar.Shared.map_with
 DENSE = 768                     # tokens from which a template is worth a map
 MAX_JOINT = 3                   # templates in one map
 
@@ -281,15 +282,12 @@ class WaveBuilder:
         return self._bounded(which, lines[: vec.size], tokens.astype(np.int32), lines[vec.size:])
 
     def _bounded(self, which: int, vec: np.ndarray, tokens: np.ndarray, lines: np.ndarray) -> Row:
-        """The same from lines. Too many overrides become a map."""
-        if tokens.size > MAX_OVERRIDES:
-            whole = vec[self.tables.maps[which]]
-            whole[tokens] = lines
-            found, classes = distinct(whole)
-            if found[0] != 0:
-                found, classes = [0, *found], classes + 1
-            which, vec = self.tables.add_map(classes), np.array(found, np.int32)
-            tokens, lines = tokens[:0], lines[:0]
+        """The same from lines. Too many overrides become a map; so do many that rows have again and again."""
+        if tokens.size > MANY_OVERRIDES:
+            shared = self.grammar.shared.map_with(which, len(vec), tokens, lines, at_once=tokens.size > MAX_OVERRIDES)
+            if shared is not None:
+                which, classes = shared
+                vec, tokens, lines = np.concatenate([vec, classes]), tokens[:0], lines[:0]
         return Row(which, vec, tokens, lines)
 
     def _overrides(self) -> tuple[np.ndarray, np.ndarray]:

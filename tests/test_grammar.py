@@ -41,7 +41,7 @@ CHAR = Or((byte("ab"), Cat((byte("c"), byte("ab")))))      # a prefix code, as U
 THRESHOLDS = {
     (nodes, "NARROW"): (0, 24), (nodes, "UNROLLED"): (1, 8), (nodes, "CHUNK"): (2, 32), (automaton, "SMALL"): (0, 1, 8), (automaton, "FEW"): (0, 100),
     (automaton, "LOOPS"): (0, 1, 80), (automaton, "MANY"): (0, 1 / 5, 2), (automaton, "FEW_MERGED"): (0, 2048), (automaton, "MANY_LEVELS"): (2, 3, 16),
-    (waves, "DENSE"): (0, 2, 768), (waves, "MAX_OVERRIDES"): (2, 4096), (native.TrieWalker, "NARROW"): (0, 3, 4096),
+    (waves, "DENSE"): (0, 2, 768), (waves, "MAX_OVERRIDES"): (2, 4096), (waves, "MANY_OVERRIDES"): (0, 256), (native.TrieWalker, "NARROW"): (0, 3, 4096),
     (native.TrieWalker, "READINGS"): (6, 60, 1 << 12)}
 
 
@@ -340,6 +340,23 @@ def test_grammars_share_what_they_have_in_common(demo):
         state = machine.step_bytes(machine.start, f'"{name}": "some'.encode())
         machine.row(state)
     assert len(machine.tables.maps) == 2            # nothing, and the inside of a string: one for the three of them
+
+
+def test_rows_that_differ_in_where_they_lead_alone_share_a_map(demo):
+    """Each count of a repeat of words has rows of its own, and what goes on in the next word is a good part of the vocabulary."""
+    tokenizer, vocab = demo
+    vocab.shared = None
+    machine, used = grammar.compile("regex", r"([A-Z][a-z]{1,12}[ ,.;]|[0-9]{1,4}[ ,.;]){60,90}", vocab), []
+    tables, state = machine.tables, machine.start
+    for token in tokenizer.encode("The Pride And The Prejudice Of The Other 7 Sisters Was Great,And More. " * 2, add_special_tokens=False):
+        state = machine.step(state, token)
+        if state is None:
+            break
+        used.append(tables.nbytes)
+    assert len(used) > 12 and len(tables.maps) <= 8
+    rows = [row for row in tables.rows if row is not None]
+    assert np.mean([row.vec.nbytes + row.over_tokens.nbytes + row.over_values.nbytes for row in rows]) < 6000
+    assert sum(tables.class_sizes[row.map].sum() == vocab.size for row in rows) == len(rows)
 
 
 def test_templates_that_were_thrown_out_are_made_again(demo, monkeypatch):
