@@ -25,14 +25,14 @@ Where it stops: what MAX_DEPTH and MAX_COUNTERS of rules.py bound. Source: Pytho
 
 from __future__ import annotations
 
+import itertools
 import re
 import unicodedata
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
-from itertools import groupby
 
 from .rules import (ALL, EMPTY, LAST_CHAR, NEVER, Byte, Cat, Expr, GrammarError, Or, Parser, Ranges, Ref, Repeat, alt, cat, chars, clip, complement,
-                    repeat, show, union)
+                    repeat, show, tick, union)
 
 START, END = Ref("^"), Ref("$")
 ASSIGNED = 0x40000  # beyond are no digits, letters and blanks
@@ -73,7 +73,7 @@ def categories() -> dict[str, Ranges]:
     """Unicode's general categories: `Lu`, and `L` for all that begin so."""
     found: dict[str, list[tuple[int, int]]] = {}
     first = 0
-    for name, run in groupby(map(unicodedata.category, map(chr, range(LAST_CHAR + 1)))):
+    for name, run in itertools.groupby(map(unicodedata.category, map(chr, range(LAST_CHAR + 1)))):
         past = first + sum(1 for _ in run)
         for key in (name, name[0]):
             found.setdefault(key, []).append((first, past - 1))
@@ -130,6 +130,7 @@ class Regex(Parser):
         while self.at < len(self.text):
             at, char = self.at, self.text[self.at]
             self.at += 1
+            tick()
             if "x" in self.flags and self.COMMENT.match(char):
                 self.at = at
                 self.scan(self.COMMENT)
@@ -301,30 +302,31 @@ class Regex(Parser):
         """`[...]`. A hyphen next to a class such as \\w is a hyphen, as in ECMA."""
         negated, first = self.eat("^"), self.at
         pairs: list[tuple[int, int]] = []
-        sets: list[tuple[int, int]] = []
+        sets: dict[str, Ranges] = {}  # by how they are spelled: a thousand times \w is held once
         while not self.peek("]") or self.at == first:
             begin, low = self.at, self.member(at)
             if not isinstance(low, int):
-                sets.extend(low)
+                sets[self.text[begin:self.at]] = low
             elif not self.peek("-") or self.text.startswith("]", self.at + 1):
                 pairs.append((low, low))
             else:
                 self.at += 1
-                high = self.member(at)
+                middle, high = self.at, self.member(at)
                 if not isinstance(high, int):
                     pairs.extend([(low, low), (45, 45)])
-                    sets.extend(high)
+                    sets[self.text[middle:self.at]] = high
                 elif high < low:
                     raise self.refuse(self.text[begin:self.at], "the range is backwards", begin)
                 else:
                     pairs.append((low, high))
         self.at += 1
-        ranges = union([*self.folded(pairs), *sets])
+        ranges = union(itertools.chain(self.folded(pairs), *sets.values()))
         self.add_set(complement(ranges) if negated else ranges)
 
     def member(self, at: int) -> int | Ranges:
         """One element of the class that begins at `at`."""
         here = self.at
+        tick()
         if here == len(self.text):
             raise self.refuse("[", "is never closed", at)
         if self.POSIX.match(self.text, here):

@@ -38,7 +38,7 @@ from . import regex
 from .free_text import ANY, behind
 # The expressions are part of this module's face: whoever reads rules finds them here.
 from .rules import (ALL, BYTES, EMPTY, MAX_DEPTH, NEVER, Byte, Cat, Expr, GrammarError, Group, Or, Parser, Ranges, Ref, Repeat, Rules,  # noqa: F401
-                    alt, cat, chars, complement, literal, repeat, show, union)
+                    alt, cat, chars, complement, literal, repeat, show, tick, union)
 
 MAX_TEXT = 2**20  # characters of a grammar; of a choice, of all its strings
 MAX_BLANKS = 16   # in a row, in flexible JSON
@@ -77,6 +77,7 @@ def check_text(kind: str, texts: Iterable[object]) -> None:
     """Refuses what is no text, too long, or not to be said in UTF-8."""
     length = 0
     for text in texts:
+        tick()
         if not isinstance(text, str):
             raise GrammarError(f"{kind}: expected text, got {type(text).__name__}", kind)
         length += len(text)
@@ -119,6 +120,7 @@ def strings(texts: Iterable[str]) -> Expr:
 
 def branches(words: list[bytes], known: int, depth: int) -> Expr:
     """What may follow the first `known` bytes, which all the sorted words share. Below `depth` branchings they are listed one by one."""
+    tick()
     if len(words) == 1 or not depth:
         return alt([cat(BYTES[b] for b in word[known:]) for word in words])
     split = known
@@ -237,6 +239,7 @@ class Ebnf(Parser):
     def member(self, opener: str, at: int) -> int:
         """One character of a string or class that began at `at`, or its escape."""
         here = self.at
+        tick()
         if here == len(self.text):
             raise self.refuse(opener, "is never closed", at)
         self.at += 1
