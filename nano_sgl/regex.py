@@ -111,8 +111,9 @@ class Regex(Parser):
     `anchored`: an anchor was met."""
 
     FLAGS = re.compile(r"\(\?([aiLmsux]*)(?:-([imsx]+))?([:)])")
-    NAMED = re.compile(r"\(\?P?<([^\W\d]\w*)>")
-    OCTAL = re.compile(r"[0-3][0-7]{2}|0[0-7]?")
+    NAMED, BEGUN = re.compile(r"\(\?(?:P<|<(?![=!]))([^>]*)>"), re.compile(r"\(\?(?:P?(?:<[^>]*)?|[A-Za-z]*-?[A-Za-z]*)\Z")
+    KIND = re.compile(r"\(\?(?:[A-Za-z-]+|.?)", re.DOTALL)
+    OCTAL, THREE = re.compile(r"[0-7]{1,3}"), re.compile(r"[0-7]{3}")
     PROPERTY = re.compile(r"\{([^{}]*)\}|([A-Z])")
     PLAIN = re.compile(r"[A-Za-z0-9_ :;,/@<>=-]+(?![*+?{])")
     MARKS = {"*": (0, None), "+": (1, None), "?": (0, 1)}
@@ -123,6 +124,7 @@ class Regex(Parser):
     def __init__(self, text: str):
         super().__init__(text)
         self.flags: frozenset[str] = frozenset()
+        self.names: set[str] = set()
         self.after, self.anchored = "", False
 
     def read(self) -> Expr:
@@ -213,9 +215,17 @@ class Regex(Parser):
             self.flags = self.switched(found, at)
             if found[3] == ")":
                 return
-        elif not self.scan(self.NAMED):
-            name = next((GROUPS[text] for length in (4, 3) if (text := self.text[at:at + length]) in GROUPS), self.text[at:at + 3])
-            raise self.refuse(name, "is not supported" if name in GROUPS.values() else "is no kind of group", at)
+        elif found := self.scan(self.NAMED):
+            if not found[1].isidentifier():
+                raise self.refuse(found[0], "the name of a group is letters, digits and _, and begins with no digit", at)
+            if found[1] in self.names:
+                raise self.refuse(found[0], "another group has this name", at)
+            self.names.add(found[1])
+        else:
+            name = next((GROUPS[text] for length in (4, 3) if (text := self.text[at:at + length]) in GROUPS), None)
+            kind = name or self.KIND.match(self.text, at)[0]
+            why = "is never closed" if self.BEGUN.match(self.text, at) else "is no kind of group" + "; flags are a, i, m, s, u, x" * kind[2:3].isalpha()
+            raise self.refuse(kind, "is not supported" if name else why, at)
         self.open(at, outer)
         self.after = ""
 
@@ -251,7 +261,7 @@ class Regex(Parser):
             self.after, self.anchored = "", True
         elif letter in ("b", "B"):
             raise self.refuse(f"\\{letter}", "word boundaries are not supported", at)
-        elif letter == "k" or (letter in "123456789" and letter and not self.OCTAL.match(self.text, self.at)):
+        elif letter == "k" or (letter in "123456789" and letter and not self.THREE.match(self.text, self.at)):
             raise self.refuse(f"backreference \\{letter}", "is not supported", at)
         else:
             found = self.escape(at)
@@ -263,6 +273,8 @@ class Regex(Parser):
         if self.at == len(self.text):
             raise self.refuse("\\", "stands at the end", at)
         octal = self.scan(self.OCTAL)
+        if octal and int(octal[0], 8) > 255:
+            raise self.refuse(f"\\{octal[0]}", "octal escapes go to \\377: write \\u and four hexadecimal digits", at)
         if octal:
             return int(octal[0], 8)
         letter = self.text[self.at]

@@ -402,6 +402,8 @@ class Parser:
         if isinstance(repeated, Repeat) and not merged:
             inside = counters(expr, inside)
         if counters(repeated, inside) > MAX_COUNTERS:
+            if max(low, high or 0) > MAX_COUNTERS:
+                raise self.refuse("{m,n}", f"counts of more than one character go to {MAX_COUNTERS}, those of a single one to {MAX_COUNT}", at)
             raise self.refuse("{m,n}", f"nested counts multiply to more than {MAX_COUNTERS}: a state may have to remember every combination", at)
         self.groups[-1].parts.append((repeated, inside))
         tick()
