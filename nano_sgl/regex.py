@@ -15,9 +15,10 @@ nothing after it does; likewise from the end. So `fix` tries each part that hold
 out what a weaker choice covers. A repeat is its first turn, the middle ones, its last. `x*^y` becomes y, `x^y` becomes NEVER.
 
 What is meant is what `re.fullmatch` means, on str: `\\d \\w \\s` and case are Unicode's, taken from Python itself, once. Beyond `re`:
-`\\p{L}`, `\\cX`, `\\u{H}`, `\\uD83D\\uDE00`, `(?<name>...)` and `[\\w-.]` are what ECMA 262 has. Lazy marks change nothing, for a text
-matches or does not. Refused by name, with the position: lookaround, backreferences, conditionals, atomic groups and possessive
-repeats, `\\b`, `^` and `$` under (?m), scripts in `\\p`, POSIX classes. `$` is the end, as in ECMA: `re` would let a last newline follow.
+`\\p{L}`, `\\cX`, `\\u{H}`, `\\uD83D\\uDE00`, `(?<name>...)` and `[\\w-.]` are what ECMA 262 has, the last one in its Annex B. Lazy marks
+change nothing, for a text matches or does not. Refused by name, with the position: lookaround, backreferences, conditionals, atomic
+groups and possessive repeats, `\\b`, `^` and `$` under (?m), scripts in `\\p`, POSIX classes. `$` is the end, as in ECMA: `re` would let
+a last newline follow.
 
 Cost. A few microseconds a character. The first `\\w` costs 25 ms, the first (?i) 15 ms, the first `\\p` 80 ms; then they are known.
 Where it stops: what MAX_DEPTH and MAX_COUNTERS of rules.py bound. Source: Python's library reference, `re`; ECMA 262, section 22.2.
@@ -224,8 +225,9 @@ class Regex(Parser):
         else:
             name = next((GROUPS[text] for length in (4, 3) if (text := self.text[at:at + length]) in GROUPS), None)
             kind = name or self.KIND.match(self.text, at)[0]
-            why = "is never closed" if self.BEGUN.match(self.text, at) else "is no kind of group" + "; flags are a, i, m, s, u, x" * kind[2:3].isalpha()
-            raise self.refuse(kind, "is not supported" if name else why, at)
+            why = "is no kind of group" + "; flags are a, i, m, s, u, x" * kind[2:3].isalpha()
+            why = "is not supported" if name else "is never closed" if self.BEGUN.match(self.text, at) else why
+            raise self.refuse(kind, why, at)
         self.open(at, outer)
         self.after = ""
 
