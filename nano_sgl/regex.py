@@ -15,9 +15,10 @@ nothing after it does; likewise from the end. So `fix` tries each part that hold
 out what a weaker choice covers. A repeat is its first turn, the middle ones, its last. `x*^y` becomes y, `x^y` becomes NEVER.
 
 What is meant is what `re.fullmatch` means, on str: `\\d \\w \\s` and case are Unicode's, taken from Python itself, once. Beyond `re`:
-`\\p{L}`, `\\cX`, `\\u{H}`, `\\uD83D\\uDE00`, `(?<name>...)` and `[\\w-.]` are what ECMA 262 has. Lazy marks change nothing, for a text
-matches or does not. Refused by name, with the position: lookaround, backreferences, conditionals, atomic groups and possessive
-repeats, `\\b`, `^` and `$` under (?m), scripts in `\\p`, POSIX classes. `$` is the end, as in ECMA: `re` would let a last newline follow.
+`\\p{L}`, `\\cX`, `\\u{H}`, `\\uD83D\\uDE00`, `(?<name>...)` and `[\\w-.]` are what ECMA 262 has, the last one in its Annex B. Lazy marks
+change nothing, for a text matches or does not. Refused by name, with the position: lookaround, backreferences, conditionals, atomic
+groups and possessive repeats, `\\b`, `^` and `$` under (?m), scripts in `\\p`, POSIX classes. `$` is the end, as in ECMA: `re` would let
+a last newline follow.
 
 Cost. A few microseconds a character. The first `\\w` costs 25 ms, the first (?i) 15 ms, the first `\\p` 80 ms; then they are known.
 Where it stops: what MAX_DEPTH and MAX_COUNTERS of rules.py bound. Source: Python's library reference, `re`; ECMA 262, section 22.2.
@@ -25,14 +26,14 @@ Where it stops: what MAX_DEPTH and MAX_COUNTERS of rules.py bound. Source: Pytho
 
 from __future__ import annotations
 
+import itertools
 import re
 import unicodedata
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
-from itertools import groupby
 
 from .rules import (ALL, EMPTY, LAST_CHAR, NEVER, Byte, Cat, Expr, GrammarError, Or, Parser, Ranges, Ref, Repeat, alt, cat, chars, clip, complement,
-                    repeat, show, union)
+                    repeat, show, tick, union)
 
 START, END = Ref("^"), Ref("$")
 ASSIGNED = 0x40000  # beyond are no digits, letters and blanks
@@ -73,7 +74,7 @@ def categories() -> dict[str, Ranges]:
     """Unicode's general categories: `Lu`, and `L` for all that begin so."""
     found: dict[str, list[tuple[int, int]]] = {}
     first = 0
-    for name, run in groupby(map(unicodedata.category, map(chr, range(LAST_CHAR + 1)))):
+    for name, run in itertools.groupby(map(unicodedata.category, map(chr, range(LAST_CHAR + 1)))):
         past = first + sum(1 for _ in run)
         for key in (name, name[0]):
             found.setdefault(key, []).append((first, past - 1))
@@ -111,8 +112,9 @@ class Regex(Parser):
     `anchored`: an anchor was met."""
 
     FLAGS = re.compile(r"\(\?([aiLmsux]*)(?:-([imsx]+))?([:)])")
-    NAMED = re.compile(r"\(\?P?<([^\W\d]\w*)>")
-    OCTAL = re.compile(r"[0-3][0-7]{2}|0[0-7]?")
+    NAMED, BEGUN = re.compile(r"\(\?(?:P<|<(?![=!]))([^>]*)>"), re.compile(r"\(\?(?:P?(?:<[^>]*)?|[A-Za-z]*-?[A-Za-z]*)\Z")
+    KIND = re.compile(r"\(\?(?:[A-Za-z-]+|.?)", re.DOTALL)
+    OCTAL, THREE = re.compile(r"[0-7]{1,3}"), re.compile(r"[0-7]{3}")
     PROPERTY = re.compile(r"\{([^{}]*)\}|([A-Z])")
     PLAIN = re.compile(r"[A-Za-z0-9_ :;,/@<>=-]+(?![*+?{])")
     MARKS = {"*": (0, None), "+": (1, None), "?": (0, 1)}
@@ -123,6 +125,7 @@ class Regex(Parser):
     def __init__(self, text: str):
         super().__init__(text)
         self.flags: frozenset[str] = frozenset()
+        self.names: set[str] = set()
         self.after, self.anchored = "", False
 
     def read(self) -> Expr:
@@ -130,6 +133,7 @@ class Regex(Parser):
         while self.at < len(self.text):
             at, char = self.at, self.text[self.at]
             self.at += 1
+            tick()
             if "x" in self.flags and self.COMMENT.match(char):
                 self.at = at
                 self.scan(self.COMMENT)
@@ -212,9 +216,18 @@ class Regex(Parser):
             self.flags = self.switched(found, at)
             if found[3] == ")":
                 return
-        elif not self.scan(self.NAMED):
-            name = next((GROUPS[text] for length in (4, 3) if (text := self.text[at:at + length]) in GROUPS), self.text[at:at + 3])
-            raise self.refuse(name, "is not supported" if name in GROUPS.values() else "is no kind of group", at)
+        elif found := self.scan(self.NAMED):
+            if not found[1].isidentifier():
+                raise self.refuse(found[0], "the name of a group is letters, digits and _, and begins with no digit", at)
+            if found[1] in self.names:
+                raise self.refuse(found[0], "another group has this name", at)
+            self.names.add(found[1])
+        else:
+            name = next((GROUPS[text] for length in (4, 3) if (text := self.text[at:at + length]) in GROUPS), None)
+            kind = name or self.KIND.match(self.text, at)[0]
+            why = "is no kind of group" + "; flags are a, i, m, s, u, x" * kind[2:3].isalpha()
+            why = "is not supported" if name else "is never closed" if self.BEGUN.match(self.text, at) else why
+            raise self.refuse(kind, why, at)
         self.open(at, outer)
         self.after = ""
 
@@ -250,7 +263,7 @@ class Regex(Parser):
             self.after, self.anchored = "", True
         elif letter in ("b", "B"):
             raise self.refuse(f"\\{letter}", "word boundaries are not supported", at)
-        elif letter == "k" or (letter in "123456789" and letter and not self.OCTAL.match(self.text, self.at)):
+        elif letter == "k" or (letter in "123456789" and letter and not self.THREE.match(self.text, self.at)):
             raise self.refuse(f"backreference \\{letter}", "is not supported", at)
         else:
             found = self.escape(at)
@@ -262,6 +275,8 @@ class Regex(Parser):
         if self.at == len(self.text):
             raise self.refuse("\\", "stands at the end", at)
         octal = self.scan(self.OCTAL)
+        if octal and int(octal[0], 8) > 255:
+            raise self.refuse(f"\\{octal[0]}", "octal escapes go to \\377: write \\u and four hexadecimal digits", at)
         if octal:
             return int(octal[0], 8)
         letter = self.text[self.at]
@@ -301,30 +316,31 @@ class Regex(Parser):
         """`[...]`. A hyphen next to a class such as \\w is a hyphen, as in ECMA."""
         negated, first = self.eat("^"), self.at
         pairs: list[tuple[int, int]] = []
-        sets: list[tuple[int, int]] = []
+        sets: dict[str, Ranges] = {}  # by how they are spelled: a thousand times \w is held once
         while not self.peek("]") or self.at == first:
             begin, low = self.at, self.member(at)
             if not isinstance(low, int):
-                sets.extend(low)
+                sets[self.text[begin:self.at]] = low
             elif not self.peek("-") or self.text.startswith("]", self.at + 1):
                 pairs.append((low, low))
             else:
                 self.at += 1
-                high = self.member(at)
+                middle, high = self.at, self.member(at)
                 if not isinstance(high, int):
                     pairs.extend([(low, low), (45, 45)])
-                    sets.extend(high)
+                    sets[self.text[middle:self.at]] = high
                 elif high < low:
                     raise self.refuse(self.text[begin:self.at], "the range is backwards", begin)
                 else:
                     pairs.append((low, high))
         self.at += 1
-        ranges = union([*self.folded(pairs), *sets])
+        ranges = union(itertools.chain(self.folded(pairs), *sets.values()))
         self.add_set(complement(ranges) if negated else ranges)
 
     def member(self, at: int) -> int | Ranges:
         """One element of the class that begins at `at`."""
         here = self.at
+        tick()
         if here == len(self.text):
             raise self.refuse("[", "is never closed", at)
         if self.POSIX.match(self.text, here):

@@ -423,6 +423,7 @@ class Parser:
         else:
             group.branches.append((cat(expr for expr, _ in group.parts), max([1, *(counters(*part) for part in group.parts)])))
         group.parts = []
+        tick()
 
     def open(self, at: int, flags: frozenset[str] = frozenset()) -> None:
         """A group begins; at: its bracket."""
@@ -450,8 +451,11 @@ class Parser:
         if isinstance(repeated, Repeat) and not merged:
             inside = counters(expr, inside)
         if counters(repeated, inside) > MAX_COUNTERS:
+            if max(low, high or 0) > MAX_COUNTERS:
+                raise self.refuse("{m,n}", f"counts of more than one character go to {MAX_COUNTERS}, those of a single one to {MAX_COUNT}", at)
             raise self.refuse("{m,n}", f"nested counts multiply to more than {MAX_COUNTERS}: a state may have to remember every combination", at)
         self.groups[-1].parts.append((repeated, inside))
+        tick()
 
     def counts(self) -> tuple[int, int | None] | None:
         """Goes past `{m}`, `{m,}`, `{,n}`, `{m,n}` if one comes next: low and high."""

@@ -18,8 +18,9 @@ Invariants. A front end returns rules whose every reference is defined, or raise
 characters: a class of EBNF or a regex never splits one.
 
 EBNF. A rule reaches to the next `name ::=`, wherever lines end. `"..."`, `[...]`, `.` (any character), groups, `|`, `* + ? {m,n}`,
-`#` comments. A repeat applies to a whole string. Left recursion and rules that nobody uses are allowed. Lookahead `(= ...)` and
-tokens `<...>` are refused.
+`#` comments. A repeat applies to a whole string. Left recursion and rules that nobody uses are allowed. A name in front of `(` is a
+rule and then a group; if there is no such rule, it is refused as a function (XGrammar's `TagDispatch(...)`, `Token(...)`). Lookahead
+`(= ...)`, tokens `<...>` and negation `!` are refused.
 
 Cost. A text of up to MAX_TEXT characters, in a few microseconds each; a grammar of everyday size in less than 0.2 ms.
 
@@ -33,12 +34,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from . import regex
 from .free_text import ANY, behind
 # The expressions are part of this module's face: whoever reads rules finds them here.
 from .rules import (ALL, BYTES, EMPTY, MAX_DEPTH, NEVER, Byte, Cat, Expr, GrammarError, Group, Or, Parser, Ranges, Ref, Repeat, Rules,  # noqa: F401
-                    alt, cat, chars, complement, literal, repeat, show, union)
+                    alt, cat, chars, complement, literal, repeat, show, tick, union)
 
 MAX_TEXT = 2**20  # characters of a grammar; of a choice, of all its strings
 MAX_BLANKS = 16   # in a row, in flexible JSON
@@ -77,6 +79,7 @@ def check_text(kind: str, texts: Iterable[object]) -> None:
     """Refuses what is no text, too long, or not to be said in UTF-8."""
     length = 0
     for text in texts:
+        tick()
         if not isinstance(text, str):
             raise GrammarError(f"{kind}: expected text, got {type(text).__name__}", kind)
         length += len(text)
@@ -119,6 +122,7 @@ def strings(texts: Iterable[str]) -> Expr:
 
 def branches(words: list[bytes], known: int, depth: int) -> Expr:
     """What may follow the first `known` bytes, which all the sorted words share. Below `depth` branchings they are listed one by one."""
+    tick()
     if len(words) == 1 or not depth:
         return alt([cat(BYTES[b] for b in word[known:]) for word in words])
     split = known
@@ -141,16 +145,27 @@ class Ebnf(Parser):
     BLANK = re.compile(r"(?:\s++|#[^\n]*+)+", re.ASCII)
     NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*+")
     HEAD = re.compile(rf"({NAME.pattern})\s*+::=", re.ASCII)
+    HEADS = re.compile(rf"(?<![A-Za-z0-9_.-]){HEAD.pattern}", re.ASCII)
+    DEFINES = re.compile(r":{0,2}=+>?|::?|->|→")  # in place of ::=, in other languages
+    OTHER_HEAD = re.compile(rf"{NAME.pattern}\s*+({DEFINES.pattern})", re.ASCII)
+    CALLS = {"TagDispatch": "use structural_tag", "TokenTagDispatch": "use structural_tag",  # XGrammar's
+             "Token": "a grammar is over text, write that of the token", "ExcludeToken": "a grammar is over text, write what may come"}
+    HINTS = {"'": "strings stand in double quotes", ",": "parts stand one after the other, without commas", ";": "a rule ends where the next begins"}
     PLAIN = re.compile(r'[^"\\]+')
     CONTROLS = {"0": 0, "a": 7, "b": 8, "t": 9, "n": 10, "v": 11, "f": 12, "r": 13, "e": 27}
 
     def __init__(self, text: str):
-        super().__init__(text)
+        super().__init__(text.removeprefix("\ufeff"))
         self.uses: dict[str, int] = {}
 
     def where(self, at: int) -> str:
         """Line and column, from 1."""
         return f"line {self.text.count(chr(10), 0, at) + 1}, column {at - self.text.rfind(chr(10), 0, at)}"
+
+    @cached_property
+    def heads(self) -> frozenset[str]:
+        """The names of all rules, and whatever looks like one in a string or comment."""
+        return frozenset(self.HEADS.findall(self.text))
 
     def read(self) -> Rules:
         """The whole text."""
@@ -159,6 +174,8 @@ class Ebnf(Parser):
         while self.at < len(self.text):
             at, head = self.at, self.scan(self.HEAD)
             if not head:
+                if other := self.OTHER_HEAD.match(self.text, at):
+                    raise self.refuse(other[1], "::= is meant", other.start(1))
                 raise self.refuse(re.split("[ \t\r\n]", self.text[at:at + 40])[0] or self.text[at], "a rule begins with its name and ::=")
             if head[1] in found:
                 raise self.refuse(f"rule {head[1]}", "is defined twice", at)
@@ -184,9 +201,13 @@ class Ebnf(Parser):
     def element(self) -> None:
         """One string, class, name, bracket, bar or quantifier."""
         at, char = self.at, self.text[self.at]
-        if name := self.scan(self.NAME):
-            self.uses.setdefault(name[0], at)
-            return self.add(Ref(name[0]))
+        if found := self.scan(self.NAME):
+            name = found[0]
+            if (name in self.CALLS or self.peek("(")) and name not in self.heads:
+                why = self.CALLS.get(name, "there is no rule of this name, nor are there functions")
+                raise self.refuse(f"{name}(...)", f"is not supported: {why}", at)
+            self.uses.setdefault(name, at)
+            return self.add(Ref(name))
         self.at += 1
         if char == '"':
             text = self.string(at)
@@ -208,8 +229,14 @@ class Ebnf(Parser):
             self.add(*self.close())
         elif char in "*+?{":
             self.quantifier(char, at)
+        elif char == "<" or (char == "!" and self.peek("<")):
+            raise self.refuse(f"token {char.strip('<')}<...>", "is not supported: a grammar is over text, and rules are named without < and >", at)
+        elif char == "!":
+            raise self.refuse("negation !", "is not supported; of characters it is a class, [^...]", at)
+        elif found := self.DEFINES.match(self.text, at):
+            raise self.refuse(found[0], "::= is meant" if found[0] != "::=" else "a rule begins with its name and ::=", at)
         else:
-            raise self.refuse("token <...>" if char in "<!" else char, "is not supported" if char in "<!" else "is not expected here", at)
+            raise self.refuse(char, self.HINTS.get(char, "is not expected here"), at)
 
     def quantifier(self, char: str, at: int) -> None:
         """Repeats what was read last."""
@@ -237,6 +264,7 @@ class Ebnf(Parser):
     def member(self, opener: str, at: int) -> int:
         """One character of a string or class that began at `at`, or its escape."""
         here = self.at
+        tick()
         if here == len(self.text):
             raise self.refuse(opener, "is never closed", at)
         self.at += 1

@@ -105,6 +105,7 @@ CASES = [  # pattern, texts that match, texts that do not
     (r"[]a][^]b][a-][-b][a\-c][\]]", ["]a-b-]", "axa-a]"], ["]]a-b]", "]aa-b]"]),
     (r"[\w-.][a-\d]", [".a", "-7", "é-"], [" a", "ab"]),
     (r"(?P<one>a)(?<two>b)(?:c)(?#nothing)d", ["abcd"], ["abc"]),
+    (r"[\1\12\101]\377(?<é_1>x)\08", ["\1ÿx\x008", "\nÿx\x008", "Aÿx\x008"], ["1ÿx\x008"]),
     (r"\x41\u00e9\U0001F600\101\0\n\t\cA\/\-\ \é", ["Aé😀A\0\n\t\x01/- é"], ["A"]),
     (r"\u{1F600}|\uD83D\uDE01|[\ud83d\ude02-\ud83d\ude04]", ["😀", "😁", "😂", "😃"], ["😅", "\ufffd"]),
     (r"\N{LATIN SMALL LETTER A WITH ACUTE}[\b\a]", ["á\b", "á\a"], ["áb"]),
@@ -217,14 +218,31 @@ def test_a_repeat_is_one_node_however_often():
     (r"a{9999999999}", "{m,n}", 1), (r"a{99999999999}", "{m,n}", 1),
     (r"\q", r"\q", 0), (r"\xg", r"\x", 0), (r"\u12", r"\u", 0), (r"\U00110000", r"\U", 0), (r"a\N{NO SUCH}", r"\N", 1), ("a\\", "\\", 1),
     (r"a(?i)", "(?i)", 1), (r"(?L)", "(?L", 0),
-    (r"(?au)", "(?au)", 0), (r"(?i-i:a)", "(?i-i:", 0), (r"(?#a", "(?#", 0), (r"(?y)", "(?y", 0), (r"(?P<1>a)", "(?P", 0),
-    (r"((ab){400}c){400}", "{m,n}", 12),
+    (r"(?au)", "(?au)", 0), (r"(?i-i:a)", "(?i-i:", 0), (r"(?#a", "(?#", 0), (r"(?y)", "(?y", 0), (r"(?P<1>a)", "(?P<1>", 0),
+    (r"a(?P", "(?P", 1), (r"(?P<x", "(?P", 0), (r"(?<x", "(?<", 0), (r"(?", "(?", 0), (r"(?i-", "(?i-", 0), (r"(?iy:a)", "(?iy", 0), (r"(?<>a)", "(?<>", 0),
+    (r"(?P<x>a)(?<x>b)", "(?<x>", 8), (r"(?P<=x>a)", "(?P<=x>", 0), (r"(?'x'a)", "(?'", 0),
+    (r"a\400", r"\400", 1), (r"[a\777]", r"\777", 2), (r"[\8]", r"\8", 1), (r"()\10", r"backreference \1", 2),
+    (r"((ab){400}c){400}", "{m,n}", 12), (r"(ab|c){0,1000000}", "{m,n}", 6), (r"(ab){100001,}", "{m,n}", 4),
     ("(" * 100_000, "(", 64), ("(^|a?)" * 1000, "^ and $", 0)])
 def test_a_refusal_names_the_construct_and_its_position(pattern, construct, position):
     with pytest.raises(GrammarError) as refusal:
         regex.parse(pattern)
     assert (refusal.value.construct, refusal.value.path) == (construct, f"position {position}")
     assert construct in str(refusal.value) and len(str(refusal.value)) < 200
+
+
+@pytest.mark.parametrize("pattern, words", [
+    ("(?P", "never closed"), ("(?P<x", "never closed"), ("(?im", "never closed"), ("(?P<1>a)", "begins with no digit"), ("(?i-)", "flags are"),
+    ("(?P<x>a)(?P<x>b)", "another group has this name"), (r"\400", r"octal escapes go to \377"), ("(ab|c){0,1000000}", "more than one character go to 100000"),
+    ("((ab){400}c){400}", "nested counts"), ("((ab){1000}){1000}", "nested counts")])
+def test_a_refusal_says_what_is_wrong(pattern, words):
+    with pytest.raises(GrammarError, match=re.escape(words)):
+        regex.parse(pattern)
+
+
+def test_what_matches_nothing_or_is_open_has_no_bound_on_its_count():
+    assert regex.parse("(){1000000}") == EMPTY
+    assert regex.parse("((?:ab)*){1000000}") == regex.parse("(ab)*")
 
 
 @given(st.one_of(st.text(), st.text("ab()[]{}|*+?^$.\\-,:=!<>iPuxN09#& \n")))

@@ -33,6 +33,7 @@ OWN = [  # kind, text, accepted, refused
     ("ebnf", 'root ::= ("a" | ) () "b"*?+', ["", "a", "abb", "b"], ["aa", "ba"]),
     ("ebnf", 'root ::= "ab"{2} ("c" {2,3}){2}', ["ababcccc", "ababcccccc"], ["abbcccc", "ababccc", "ababccccccc"]),
     ("ebnf", 'root ::= item{0,100000}\nitem ::= [a-z]{1,100000} ","', ["", "a,bc,"], ["a", ","]),
+    ("ebnf", '\ufeffroot ::= Token("," Token)* "\ufeff"\nToken ::= "x"', ["x\ufeff", "x,x\ufeff"], ["x", "\ufeffx\ufeff"]),
     ("choice", ["yes", "no", "nobody", "", "né", "yes"], ["yes", "no", "nobody", "", "né"], ["n", "nob", "y", "yesno"]),
     ("regex", r"\d{4}-(0\d|1[0-2])", ["2024-12", "0000-00"], ["2024-13", "2024-1"]),
     ("json_object", None, ['{}', '{"a": 1, "b": [true, null, {}]}', '{"\\u00e9\\/😀": -0.5e+10}'],
@@ -78,7 +79,13 @@ def test_no_character_is_split():
     ("", "rule root", "line 1, column 1"), ("start ::= root", "rule root", "line 1, column 15"),
     ('root ::= "a"\nroot ::= "b"', "rule root", "line 2, column 1"),
     ('root ::= "a" |\n  b-c\n', "rule b-c", "line 2, column 3"), ('root ::= "a" (= "b")', "lookahead (=", "line 1, column 14"),
-    ("root ::= <think>", "token <...>", "line 1, column 10"),
+    ("root ::= <think>", "token <...>", "line 1, column 10"), ("root ::= .* !<[5]>", "token !<...>", "line 1, column 13"),
+    ('root ::= !"a"', "negation !", "line 1, column 10"), ('root ::= TagDispatch (("<a>", r))\nr ::= "x"', "TagDispatch(...)", "line 1, column 10"),
+    ('root ::= "a" Token(5)', "Token(...)", "line 1, column 14"), ("root ::= ExcludeToken(5, 6)*", "ExcludeToken(...)", "line 1, column 10"),
+    ("root ::= TokenTagDispatch((5, root))", "TokenTagDispatch(...)", "line 1, column 10"), ("root ::= f(1)", "f(...)", "line 1, column 10"),
+    ('\ufeffroot = "a"', "=", "line 1, column 6"), ('root\n:= "a"', ":=", "line 2, column 1"), ('root: "a"', ":", "line 1, column 5"),
+    ('root ::= a\na = "b"', "=", "line 2, column 3"), ('root ::= ::= "a"', "::=", "line 1, column 10"), ('root -> "a"', "->", "line 1, column 6"),
+    ('root ::= "a", "b"', ",", "line 1, column 13"), ('root ::= "a";', ";", "line 1, column 13"),
     ('x "a"', "x", "line 1, column 1"), ('root ::= ("a" "b"', "(", "line 1, column 10"), ('root ::= "a")', ")", "line 1, column 13"),
     ('root ::= ("a"\nb ::= "c")', "(", "line 1, column 10"),
     ('root ::= "a\\q"', "\\q", "line 1, column 12"), ('root ::= "a', '"', "line 1, column 10"), ("root ::= [a", "[", "line 1, column 10"),
@@ -95,6 +102,15 @@ def test_a_refusal_names_line_and_column(text, construct, place):
         rules("ebnf", text)
     assert (refusal.value.construct, refusal.value.path) == (construct, place)
     assert place in str(refusal.value) and len(str(refusal.value)) < 200
+
+
+@pytest.mark.parametrize("text, words", [
+    ('root ::= TagDispatch(("<a>", r))', "is not supported: use structural_tag"), ('root = "a"', "::= is meant"), ('root ::= a\na := "b"', "::= is meant"),
+    ('root ::= !"a"', "it is a class, [^...]"), ("root ::= 'a'", "double quotes"), ("root ::= item{200000}", "more than one character go to 100000")])
+def test_a_refusal_says_what_to_do(text, words):
+    with pytest.raises(GrammarError) as refusal:
+        rules("ebnf", text)
+    assert words in str(refusal.value)
 
 
 PIECES = ["root", "a", " ::= ", "\n", " ", '"', '"x"', "[", "]", "[a-z]", "^", "(", ")", "|", "*", "+", "?", "{1,2}", "{", "}", ".", "#", "\\", "\\n",
