@@ -599,7 +599,7 @@ def test_a_compilation_lets_others_have_the_lock():
         quick.step_bytes(quick.start, b"abx")
         longest, turns = max(longest, time.monotonic() - began), turns + 1
         time.sleep(0.005)
-    assert turns > 5 and longest < 0.3
+    assert turns > 5 and longest < 1.0
 
 
 def test_a_full_library_is_left_to_its_grammars(monkeypatch):
