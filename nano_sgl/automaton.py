@@ -541,6 +541,9 @@ class Automaton:
                 source, above = starts.places(source), starts.places(above)
         classes = [divmod(key, 4096) for key in keys] if counted else [(key, 0) for key in keys]
         if not by_token:
+            if starts.size == 1 and (nodes[1:] < nodes[:-1]).any():         # in the order of the walk: by node is what C++ looks them up by
+                order = nodes.argsort()
+                nodes, above, count = nodes[order], above[order], count[order]
             exits = NodeSet(nodes, above, count if counted else None, starts.size == 1) if nodes.size else None
             return Template(vocab, number, tokens, cls, classes, source if starts.size > 1 else None, exits, not dropped, None if repeated else True)
         above = None if of_node is None else (starts if members is not None else None, of_node)

@@ -13,10 +13,11 @@ half second; and the tree of a large vocabulary takes more than all of that, onc
 
 *Tables* are those of grammar.py, with their lock: `Shared`. A vocabulary has one in use.
 
-Invariants. Equal requests share one future, while it compiles and as long as it is cached, refusals too. What nobody waits for is not compiled, and
-stopped if it has begun. However many long texts there are, short ones get through: long ones have LARGE_THREADS threads and no more. A grammar
-that comes out of a future has the row of its start. A row is queued once, whoever asks how often; if it cannot be built, `want` says so from
-then on. The cache holds nothing of tables that are no longer in use, or are full, so that those are freed with their last request.
+Invariants. Equal requests share one future, while it compiles and as long as it is cached, refusals too. What nobody waits for is not compiled,
+and stopped if it has begun, or once a row that is being made is there. However many long texts there are, short ones get through: long ones have
+LARGE_THREADS threads and no more. A grammar that comes out of a future has the row of its start. A row is queued once, whoever asks how often; if
+it cannot be built, `want` says so from then on. The cache holds nothing of tables that are no longer in use, or are full, so that those are freed
+with their last request.
 
 Time. A thread of Python cannot be stopped, but whatever may take long looks at its thread's clock (rules.py) and gives up: a compile after
 `timeout_s`, a row after grammar.py's MAX_ROW_S. That is a refusal like any other, and is kept like one.
@@ -389,7 +390,7 @@ class _Todo:
             self.closed = True
             self.more_compiles.notify_all()
             self.more_rows.notify_all()
-        for job in filter(None, self.compiles):
+        for job in filter(None, list(self.compiles)):
             job.future.cancel()
         self.finished.set()
 

@@ -33,7 +33,7 @@ import operator
 import time
 import weakref
 from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -239,7 +239,10 @@ class Constraints:
 
     def refused(self, request: Request, grammar: Future, timeout_s: float) -> RequestError | None:
         """Why the request's grammar is refused, if it is. Waits for it, `timeout_s` at most."""
-        wait([grammar], timeout_s)
+        try:
+            grammar.exception(timeout_s)        # which, other than `wait`, hears of it if it is cancelled
+        except (TimeoutError, CancelledError):
+            pass
         found = outcome(request, grammar) if grammar.done() else self._too_slow()
         return found if isinstance(found, RequestError) else None
 

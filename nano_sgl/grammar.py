@@ -95,7 +95,7 @@ class Shared:
     def map_with(self, which: int, num_classes: int, tokens: np.ndarray, lines: np.ndarray, at_once: bool) -> tuple[int, np.ndarray] | None:
         """A map with some of its tokens int32 [n], ascending, in classes of their own, behind its own; and of each of these the line. lines: of each
         token. Behind another count of a repeat of words, or another key, a row overrides the same tokens, and has one line for the same ones. None,
-        as long as all rows with these overrides have taken less memory than the map would, unless it is wanted at once."""
+        as long as all rows with these overrides have taken less memory than the map would, unless it is wanted at once; or if it has no room."""
         _, first, inverse = np.unique(lines, return_index=True, return_inverse=True)
         rank = np.empty(len(first), np.int32)
         rank[order := np.argsort(first)] = np.arange(len(first))
@@ -105,7 +105,7 @@ class Shared:
         known = self._patterns.setdefault((which, hashlib.blake2b(tokens.tobytes() + groups.tobytes(), digest_size=16).digest()), [0, -1])
         known[0] += tokens.nbytes + lines.nbytes
         if known[1] < 0:
-            if known[0] < 2 * self.tables.vocab.size and not at_once:
+            if known[0] < 2 * self.tables.vocab.size and not at_once or num_classes + len(first) > tables.MAX_CLASSES:
                 return None
             classes = self.tables.maps[which].astype(np.int32)
             classes[tokens] = num_classes + groups

@@ -101,8 +101,9 @@ class RowWalk(ctypes.Structure):
 
     _fields_ = [*((name, _P) for name in ("walk", "sets", "map", "readings", "head", "differs", "different", "left", "tokens", "groups", "pairs",
                                           "leaves", "vec", "class_leaves", "class_values", "values")),
-                *((name, _I) for name in ("room", "at", "size", "work", "full", "num_different", "num_left", "leaves_out", "num_tokens", "num_pairs",
-                                          "num_leaves", "unknown", "low", "high", "seed", "narrow", "most", "counted", "which", "num_lines", "set")),
+                *((name, _I) for name in ("room", "below", "at", "size", "work", "full", "num_different", "num_left", "leaves_out", "num_tokens",
+                                          "num_pairs", "num_leaves", "unknown", "low", "high", "seed", "narrow", "most", "counted", "which",
+                                          "num_lines", "set")),
                 ("far", ctypes.c_uint64 * 4)]
 
 
@@ -282,6 +283,7 @@ class TrieWalker:
     BEGIN, SPREAD, EXPAND, NO_ROOM, TOO_MANY = 0, 3, 1, 2, 3        # as in cpu/trie.h
     EXPAND_STATE, TOO_LONG, LEFT_OUT, ASK_PIECE = 1, 2, 3, 4        # as in cpu/row.h
     READINGS, NARROW = 1 << 18, 1 << 12         # readings of a row, and from the root
+    BELOW = 2048                                # tokens behind a node, from which on what begins there comes from a template
     NO_CLASSES = np.zeros(1, np.int32)
     SPARE = 48                                  # maps for which there is memory from the beginning
 
@@ -429,6 +431,7 @@ class TrieWalker:
         with self.lock:
             row, readings = self._row, builder.readings
             row.sets, row.leaves_out, row.low, row.high = readings.native.address, builder.leaves_out, builder.low, builder.high
+            row.below = self.BELOW
             row.map = row.vec = row.class_leaves = row.class_values = None
             self._see(readings.automaton.delta, readings.automaton._flags)
             try:
@@ -448,7 +451,7 @@ class TrieWalker:
                 row, found, library, automaton = self._row, self._found, self._library, readings.automaton
                 row.sets, row.leaves_out, row.seed, row.narrow, row.most = readings.native.address, True, -1, self.NARROW, self.READINGS
                 row.map = row.vec = row.class_leaves = row.class_values = None
-                row.which, row.num_lines = 0, 0
+                row.which, row.num_lines, row.below = 0, 0, self.BELOW
                 self._see(automaton.delta, automaton._flags)
                 try:
                     how, asked = self._go(readings, library.nano_row_read, state), (row.unknown, bool(row.counted))
@@ -637,7 +640,7 @@ def _address(array: np.ndarray | None) -> int | None:
 
 def few(dtype: torch.dtype, quantised: bool, size: int) -> int:
     """Tokens up to which nano_linear (and so nano_layers) is as fast as torch's product of `size` inputs, or faster; int8: as making floats first."""
-    features = library().features
+    features = getattr(library(), "features", ())
     if platform.machine() not in ("x86_64", "AMD64") or dtype != torch.bfloat16 and "bf16 dot products" in features:
         return 32 if quantised else 4
     # On tiles torch's blocks keep wide rows in the cache; without tiles it is never faster

@@ -42,7 +42,7 @@ THRESHOLDS = {
     (nodes, "NARROW"): (0, 24), (nodes, "UNROLLED"): (1, 8), (nodes, "CHUNK"): (2, 32), (automaton, "SMALL"): (0, 1, 8), (automaton, "FEW"): (0, 100),
     (automaton, "LOOPS"): (0, 1, 80), (automaton, "MANY"): (0, 1 / 5, 2), (automaton, "FEW_MERGED"): (0, 2048), (automaton, "MANY_LEVELS"): (2, 3, 16),
     (waves, "DENSE"): (0, 2, 768), (waves, "MAX_OVERRIDES"): (2, 4096), (waves, "MANY_OVERRIDES"): (0, 256), (native.TrieWalker, "NARROW"): (0, 3, 4096),
-    (native.TrieWalker, "READINGS"): (6, 60, 1 << 12)}
+    (native.TrieWalker, "READINGS"): (6, 60, 1 << 12), (native.TrieWalker, "BELOW"): (0, 2, 10, 2048)}
 
 
 def with_walker(vocab: Vocab, native_walks: bool) -> Vocab:

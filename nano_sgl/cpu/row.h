@@ -119,7 +119,8 @@ struct RowWalk {
     int32_t* class_values;                      // its value, -1
     int32_t* values;                            // of each token: the first line in the tables
     // work: what was done so far. full: there was no room for a reading, or no time. leaves_out: whether there is such a thing as `left`
-    int64_t room, at, size, work, full, num_different, num_left, leaves_out, num_tokens, num_pairs, num_leaves, unknown;
+    // below: tokens behind a node from which on it is left to templates
+    int64_t room, below, at, size, work, full, num_different, num_left, leaves_out, num_tokens, num_pairs, num_leaves, unknown;
     int64_t low, high;                          // of the repeat that the row's own count belongs to
     // of `read_row`: how many seeds have begun, -1; of readings from one of them; of all. With ASK_PIECE, whether `unknown` is counted. The map.
     int64_t seed, narrow, most, counted, which, num_lines;
@@ -189,7 +190,7 @@ void end_at(RowWalk& w, int32_t place, const Exits& at, int32_t x) {
     }
 }
 
-constexpr int32_t BELOW = 2048, BROAD = 16, LEFT = 64;      // tokens below a node, bytes that a state moves on
+constexpr int32_t BROAD = 16, LEFT = 64;        // bytes that a state moves on
 
 // On how many bytes a state moves on.
 int alive(const Walk& t, int32_t state) {
@@ -202,7 +203,7 @@ int alive(const Walk& t, int32_t state) {
 // Whether what may be read from a node on is so much that it should come from a template. Then it is noted, and not followed.
 bool leave(RowWalk& w, int32_t node, int32_t state, int32_t place, int32_t x) {
     const Walk& t = *w.walk;
-    if (!w.leaves_out || t.end[node] - t.first[node] <= BELOW) return false;
+    if (!w.leaves_out || t.end[node] - t.first[node] <= w.below) return false;
     if (alive(t, state) < BROAD) return false;
     const int32_t one[5] = {node, state, place, x, w.sets->endings[place].between >= 0};
     for (int64_t i = 0; i < w.num_left; i++)

@@ -100,17 +100,24 @@ struct Lists {
             const int32_t found = table[at];
             if (hashes[found] == (uint32_t)hash && length(found) == n && std::equal(list, list + n, this->at(found))) return found;
         }
-        table[at] = size();
+        if (2 * (size() + 1) > (int64_t)table.size()) {
+            std::vector<int32_t> larger(4 * table.size(), -1);
+            const auto free = [&](uint32_t hash) {
+                int64_t at = hash & (larger.size() - 1);
+                while (larger[at] >= 0) at = (at + 1) & (larger.size() - 1);
+                return at;
+            };
+            for (int64_t i = 0; i < size(); i++) larger[free(hashes[i])] = i;
+            at = free(hash);
+            table.swap(larger);
+        }
+        // Memory first: where there is none, nothing has changed
+        if (hashes.size() == hashes.capacity()) hashes.reserve(2 * size() + 16);
+        if (begins.size() == begins.capacity()) begins.reserve(2 * size() + 16);
         items.insert(items.end(), list, list + n);
         begins.push_back(items.size());
         hashes.push_back(hash);
-        if (2 * size() > (int64_t)table.size()) {
-            table.assign(4 * table.size(), -1);
-            for (int64_t i = 0; i < size(); i++) {
-                for (at = hashes[i] & (table.size() - 1); table[at] >= 0;) at = (at + 1) & (table.size() - 1);
-                table[at] = i;
-            }
-        }
+        table[at] = size() - 1;
         return size() - 1;
     }
 };
@@ -206,8 +213,9 @@ struct Sets : SetsHead {
             if (list == (int32_t)stack_of.size()) stack_of.push_back(-1);
         }
         if (stack_of[list] < 0) {
-            stack_of[list] = stacks.size();
-            stacks.push_back(list), follow.push_back(-1);
+            follow.resize(stacks.size() + 1, -1);
+            stacks.push_back(list);
+            stack_of[list] = stacks.size() - 1;
             stack_of[whole] = stack_of[list];
             count_places(n + 1);
         }
