@@ -359,6 +359,20 @@ def test_rows_that_differ_in_where_they_lead_alone_share_a_map(demo):
     assert sum(tables.class_sizes[row.map].sum() == vocab.size for row in rows) == len(rows)
 
 
+def test_much_behind_the_beginning_of_tokens_is_read_as_by_numpy():
+    """What begins at an inner node comes from a template there, whose ends a walk lists in its own order."""
+    draw, words = random.Random(1), {bytes([byte]) for byte in range(256)}
+    while len(words) < 14_000:
+        word = "".join(draw.choice("bcdfghklmnprst") + draw.choice("aeiou") + draw.choice(["", "", "n", "r", "s"]) 
+                       for _ in range(draw.choice([1, 1, 2, 2, 3, 4])))
+        words.add((draw.choice(["", "", " ", "  ", ' "']) + word + draw.choice(["", "", "", ",", '"', ". "])).encode())
+    tokens = sorted(words)
+    draw.shuffle(tokens)
+    native_one, numpy_one = (grammar.compile("regex", r'(?:[b-f]?(?:[^"]|[a-e]n)){2,9}[a-z ]{3,9}', with_walker(Vocab(tokens), walks))
+                             for walks in (True, False))
+    assert native_one.mask(native_one.start).tobytes() == numpy_one.mask(numpy_one.start).tobytes()
+
+
 def test_templates_that_were_thrown_out_are_made_again(demo, monkeypatch):
     tokenizer, vocab = demo
     found = []
