@@ -363,7 +363,7 @@ def test_much_behind_the_beginning_of_tokens_is_read_as_by_numpy():
     """What begins at an inner node comes from a template there, whose ends a walk lists in its own order."""
     draw, words = random.Random(1), {bytes([byte]) for byte in range(256)}
     while len(words) < 14_000:
-        word = "".join(draw.choice("bcdfghklmnprst") + draw.choice("aeiou") + draw.choice(["", "", "n", "r", "s"]) 
+        word = "".join(draw.choice("bcdfghklmnprst") + draw.choice("aeiou") + draw.choice(["", "", "n", "r", "s"])
                        for _ in range(draw.choice([1, 1, 2, 2, 3, 4])))
         words.add((draw.choice(["", "", " ", "  ", ' "']) + word + draw.choice(["", "", "", ",", '"', ". "])).encode())
     tokens = sorted(words)
