@@ -264,7 +264,7 @@ def test_samples_of_everyday_schemas_are_valid(demo, layouts):
     assert len(schemas) >= 40 and len({one["id"] for one in schemas}) == len(schemas)
     asked = [one | {"whitespace": JSON_WHITESPACES[(n + turn) % 3]} for n, one in enumerate(schemas) for turn in range(layouts)]
     counts = check_samples(demo, asked, max_tokens=40)
-    assert counts["stop"] > 0.7 * len(asked) and not counts["refused"], counts
+    assert counts["stop"] > 0.5 * len(asked) and not counts["refused"], counts
 
 
 @pytest.mark.long
