@@ -245,7 +245,7 @@ int64_t nano_join_maps(const int16_t* a, const int16_t* b, int64_t size, int64_t
 // Row rows[i] of logits, `stride` floats apart and as many to mask, by states[i]; rows null: row i. Few rows go in blocks, so that all threads work.
 void nano_mask(const Grammars* g, float* logits, int64_t stride, const int64_t* rows, const int64_t* states, int64_t n, int threads) {
     const int64_t blocks = std::clamp<int64_t>(2 * threads / std::max<int64_t>(n, 1), 1, up(stride, MASK_BLOCK) / MASK_BLOCK);
-    const int64_t size = up(up(stride, blocks) / blocks, 16);
+    const int64_t size = up(up(stride, blocks) / blocks, 64);
     const auto part = [&](int64_t i) {
         const int64_t row = i / blocks, begin = i % blocks * size;
         mask(*g, states[row], logits + (rows ? rows[row] : row) * stride, begin, std::min(begin + size, stride));

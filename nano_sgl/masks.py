@@ -22,7 +22,8 @@ always empty: so there is one way to have no row, and no index is out of range. 
 
 Three implementations, bit for bit the same: torch (the oracle and the fallback), C++ (cpu/mask.h), Triton. Torch and Triton look at every token of a
 row. C++ does not: of each map it keeps the tokens of all classes but the largest, by class. Either the largest class is allowed, and -inf goes
-to those few others that are not; or it is not, and the row is filled with -inf in whole registers after what is allowed was set aside.
+to those few others that are not; or it is not, and the row is filled with -inf in whole registers after what is allowed was set aside. Which
+those are is remembered for a row and the counts that change nothing in it.
 
 Cost: a refresh with nothing new is one comparison of lengths. What is sent is one pinned copy. Tensors grow by doubling, so one in a while copies
 what is there. For C++ a map takes up to 4 bytes a token more, and half a millisecond. Where it stops: one vocabulary, logits of no more columns than
@@ -32,6 +33,7 @@ Source: the table walk is Willard and Louf's (2023); masking in place beside the
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from types import SimpleNamespace
 from typing import Any
@@ -50,6 +52,7 @@ MASK_BLOCK = 1024                   # tokens of a program of the Triton kernel
 VARYING = ("longest", "last", "num_ends", "n", "nodes")  # numbers that serving changes: none of their values is worth a kernel of its own
 ROOM = 1024                         # of a tensor that grows, at first
 TWIN_AT_ONCE = 2**22                # tokens of a block of rows in the torch twin, whose scratch is 16 bytes each
+_IDS = itertools.count(1)            # of tables: C++ remembers rows by them
 
 
 class _Growing:
@@ -84,7 +87,7 @@ class DeviceTables:
         """`backend`: "torch", "cpp" or "triton"; None goes by the device and by what is there."""
         self._tables, self.device, self.backend = weakref.ref(tables), torch.device(device), backend  # weak: a copy keeps no tables alive
         self.size, self._on_cpu = tables.vocab.size, self.device.type == "cpu"
-        self._best = "cpp" if self._on_cpu else "triton" if self.device.type == "cuda" and triton is not None else "torch"
+        self._triton = backend == "triton" or backend is None and self.device.type == "cuda" and triton is not None
         self._map_stride = (self.size + 63) // 64 * 64
         grow = lambda dtype, *width, **options: _Growing(self.device, dtype, *width, **options)
         self._maps = grow(torch.int16, self._map_stride, room=4)            # [M, stride] int16
@@ -101,7 +104,7 @@ class DeviceTables:
         self._longest = 1           # lines of a value, at most
         self._widest = 0            # overrides of a row, at most
         self._classes = 1           # of a map, at most
-        self._pointers = native.Grammars()
+        self._pointers, self._id = native.Grammars(), next(_IDS)
         self._locate()
         self.began_with = self.refresh()    # bytes
 
@@ -208,24 +211,24 @@ class DeviceTables:
         """Where the tensors are, for C++."""
         tensors = (*(getattr(self, f"_{name}").data for name, _ in native.Grammars._fields_[:9]), self._ends)
         self._pointers = native.Grammars(*(tensor.data_ptr() for tensor in tensors), self._map_stride, len(self._states.data) - 1, self.size,
-                                         len(self._ends))
+                                         len(self._ends), self._id)
 
     def has_row(self, states: torch.Tensor) -> torch.Tensor:
         """Whether the device has the rows of states [N]: [N] bool."""
-        if self._route() == "cpp":
+        if library := self._native():
             states, out = states.contiguous(), torch.empty(states.shape, dtype=torch.bool)
-            native.library().nano_has_row(self._pointers, states.data_ptr(), out.data_ptr(), len(states))
+            library.nano_has_row(self._pointers, states.data_ptr(), out.data_ptr(), len(states))
             return out
         return self._entries(states)[0] >= 0
 
     def advance(self, states: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         """The states after tokens, [N] each: DEAD where not allowed, for end ids, from DEAD and from a state without a row."""
-        route = self._route()
-        if route == "torch":
+        library = self._native()
+        if not library and not self._triton:
             return self._advance(states, tokens)
         states, tokens, out = states.contiguous(), tokens.contiguous(), torch.empty_like(states, memory_format=torch.contiguous_format)
-        if route == "cpp":
-            native.library().nano_advance(self._pointers, states.data_ptr(), tokens.data_ptr(), out.data_ptr(), len(states))
+        if library:
+            library.nano_advance(self._pointers, states.data_ptr(), tokens.data_ptr(), out.data_ptr(), len(states))
         elif len(states):
             _advance_kernel[(cdiv(len(states), 128),)](states, tokens, out, *self._arguments(), self.size, len(states), 128,
                                                        num_warps=4)
@@ -234,8 +237,8 @@ class DeviceTables:
     def walk(self, roots: torch.Tensor, tokens: torch.Tensor, parents: torch.Tensor) -> torch.Tensor:
         """The states at the nodes of draft trees: [S, M]. Node 0 is the root, state roots[s]; node i is reached by tokens[s, i] from node
         parents[s, i] < i. roots [S]; tokens, parents [S, M]."""
-        route, nodes = self._route(), tokens.shape[1]
-        if route == "torch":
+        library, nodes = self._native(), tokens.shape[1]
+        if not library and not self._triton:
             states = torch.full_like(tokens, DEAD)
             states[:, 0] = roots
             for i in range(1, nodes):
@@ -243,8 +246,8 @@ class DeviceTables:
             return states
         roots, tokens, parents = roots.contiguous(), tokens.contiguous(), parents.contiguous()
         out = torch.empty_like(tokens)
-        if route == "cpp":
-            native.library().nano_walk(self._pointers, roots.data_ptr(), tokens.data_ptr(), parents.data_ptr(), out.data_ptr(), *tokens.shape)
+        if library:
+            library.nano_walk(self._pointers, roots.data_ptr(), tokens.data_ptr(), parents.data_ptr(), out.data_ptr(), *tokens.shape)
         elif len(roots):
             _walk_kernel[(len(roots),)](roots, tokens, parents, out, *self._arguments(), self.size, nodes, max(pow2(nodes), 32),
                                         num_warps=1 if nodes <= 64 else 4)
@@ -255,15 +258,15 @@ class DeviceTables:
 
         logits [N, V'] fp32, contiguous, V' up to the vocabulary's size; rows [K] int64, distinct, or None: all in order; states [K]. Rows of a state
         without a row, and of DEAD, are left alone. ValueError for other logits."""
-        n, width, route = states.shape[0], logits.shape[1], self._route()
-        if width > self.size or not logits.is_contiguous() or logits.dtype != torch.float32:
+        n, width, library = states.numel(), logits.shape[1], self._native()
+        if width > self.size or logits.dtype != torch.float32 or not logits.is_contiguous():
             raise ValueError(f"logits {tuple(logits.shape)} {logits.dtype}: contiguous fp32 of up to {self.size} columns is what is masked")
-        if route == "torch":
+        if not library and not self._triton:
             return self._mask(logits, rows, states)
         states, rows = states.contiguous(), None if rows is None else rows.contiguous()
-        if route == "cpp":
-            native.library().nano_mask(self._pointers, logits.data_ptr(), width, None if rows is None else rows.data_ptr(), states.data_ptr(), n,
-                                       torch.get_num_threads())
+        if library:
+            library.nano_mask(self._pointers, logits.data_ptr(), width, None if rows is None else rows.data_ptr(), states.data_ptr(), n,
+                              torch.get_num_threads())
         elif n:
             _mask_kernel[(n, cdiv(width, MASK_BLOCK))](logits, rows, states, self._ends, *self._arguments(), width, len(self._ends), MASK_BLOCK,
                                                        num_warps=8)
@@ -273,8 +276,9 @@ class DeviceTables:
         tensors = (self._maps, self._vec, self._over_token, self._over_value, self._lines, self._states)
         return *(tensor.data for tensor in tensors), self._map_stride, len(self._states.data) - 1, self._longest
 
-    def _route(self) -> str:
-        return self.backend or ("torch" if self._on_cpu and native.library() is None else self._best)
+    def _native(self) -> Any:
+        """The library, if C++ is what runs."""
+        return native.library() if self._on_cpu and self.backend in (None, "cpp") else None
 
     # ---- torch
 
@@ -482,7 +486,7 @@ def _demo() -> None:
     states = torch.tensor([*(count << COUNT_SHIFT for count in range(4)), 1, DEAD])
     logits = torch.zeros(len(states), 6)
     device.mask(logits, None, states)
-    print(f"implementation: {device._route()}; a string of 1 to 3 letters; what may come")
+    print(f"implementation: {'C++' if device._native() else 'torch'}; a string of 1 to 3 letters; what may come")
     for state, row in zip(states.tolist(), logits.tolist()):
         what = "dead: any, nobody asks" if state == DEAD else f"state {state & INDEX}, {state >> COUNT_SHIFT} letters"
         print(f"  {what:24s}", *(name for name, logit in zip(names, row) if logit == 0))

@@ -80,7 +80,7 @@ class Grammars(ctypes.Structure):
     """Where the tables of masks.py are."""
 
     _fields_ = [*((name, _P) for name in ("maps", "vec", "over_token", "over_value", "lines", "states", "shapes", "firsts", "others", "ends")),
-                *((name, _I) for name in ("map_stride", "last_state", "size", "num_ends"))]
+                *((name, _I) for name in ("map_stride", "last_state", "size", "num_ends", "id"))]
 
 
 class Walk(ctypes.Structure):
