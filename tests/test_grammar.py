@@ -565,12 +565,12 @@ def test_a_hostile_text_costs_little_or_is_refused(name, demo):
     _, vocab = demo
     vocab.shared, began = None, time.thread_time()
     machine = grammar.compile(*HOSTILE[name], vocab, deadline=time.monotonic() + 30)
-    assert time.thread_time() - began < 5
+    assert time.thread_time() - began < 12
     state, draw = machine.start, random.Random(0)
     for _ in range(6):
         began = time.thread_time()
         inside = sorted(allowed(machine, state) - set(vocab.end_ids))
-        assert time.thread_time() - began < 2
+        assert time.thread_time() - began < 5
         state = machine.step(state, draw.choice(inside)) if inside else machine.start
     vocab.shared = None
 
