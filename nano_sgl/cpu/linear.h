@@ -2,7 +2,8 @@
 //
 // The outputs are cut into blocks of two times 16, and a thread does a block for all tokens (TOKENS at a time), so that every weight is read once.
 // With few tokens that reading is what a product costs: rows are fetched ahead. Ways to multiply:
-//     vectors   FEW tokens at a time: dot products of rows
+//     vectors   FEW tokens at a time: dot products of rows. x becomes floats before, and bf16 of w where it is used: its pairs are taken apart by one
+//               instruction each, which leaves the even ones and the odd ones, and x lies in that order
 //     panels    more of them, in floats: x is turned, once, into panels of WIDE tokens; each weight becomes a float, once, and multiplies whole
 //               registers. DEPTH inputs at a time: so much of a panel stays in the first cache while the block's rows go by, they in the second
 //     whole     int8 and at most FEW tokens: x becomes whole numbers of 16 bits, and so the sums (AVX512_VNNI)
@@ -17,6 +18,7 @@ namespace {
 
 constexpr int HALF = 16, OUTPUTS = 32, FEW = 4, TILED = 32, TOKENS = 512;  // a block's outputs; tokens of a step with vectors, with tiles; of a pass
 constexpr int WIDE = NV * VL, DEPTH = 384;  // a panel's tokens; inputs at a time
+constexpr int SHORT = 20, LONG = 1536;      // bf16 tokens, at most, with vectors, if not with panels; inputs at a time: FEW times these fit the first cache
 
 struct Weight {  // native.py has the same list of fields
     const void* values;   // [outputs, size]
@@ -25,46 +27,83 @@ struct Weight {  // native.py has the same list of fields
     int64_t outputs, size;
 };
 
-// sums [M][OUTPUTS] of M tokens, for `some` rows of w. Fetches as many from `next` on, unless null
+// Half of the 2 VL bf16 at p, as floats: those at even places, or at odd ones. One instruction; in their order they would take two for each VL
+template <int ODD> inline vec every_other(const bf16* p) {
+    uvec pairs; memcpy(&pairs, p, sizeof pairs);
+    return (vec)(ODD ? pairs & 0xffff0000 : pairs << 16);
+}
+
+// Adds to sums [M][OUTPUTS] of M tokens, for `some` rows of w, `depth` of `size` inputs. Fetches as many from `next` on, unless null. With bf16 for w and
+// floats for x, of these each 2 VL in the order of every_other, and zeros behind the last
 template <class T, class W, int M>
-void linear_block(const T* x, const W* w, float* sums, int some, int64_t size, int64_t x_stride, const W* next) {
-    constexpr int ROWS = 4;
+void linear_block(const T* x, const W* w, float* sums, int some, int64_t depth, int64_t x_stride, int64_t size, const W* next) {
+    constexpr int ROWS = MANY_REGISTERS || M < 3 ? 4 : 2;
     for (int n = 0; n < some; n += ROWS) {
         const W* row[ROWS];
         for (int r = 0; r < ROWS; r++) row[r] = w + std::min(n + r, some - 1) * size;
         vec acc[ROWS][M] = {};
         int64_t d = 0;
+        if constexpr (std::is_same<T, float>::value && std::is_same<W, bf16>::value) {
+            const auto multiply = [&](const W* const* from, int64_t at) {  // 2 VL of each row
+                const auto half = [&](auto odd) {
+                    vec left[ROWS];
+                    for (int r = 0; r < ROWS; r++) left[r] = every_other<odd>(from[r] + at);
+                    for (int m = 0; m < M; m++) {
+                        const vec right = load(x + m * x_stride + d + odd * VL);
+                        for (int r = 0; r < ROWS; r++) acc[r][m] = fused(left[r], right, acc[r][m]);
+                    }
+                };
+                half(std::integral_constant<int, 0>()), half(std::integral_constant<int, 1>());
+            };
+            for (; d + 2 * VL <= depth; d += 2 * VL) {
+                for (int r = 0; next && r < ROWS; r++) fetch(next + n * depth + ROWS * d + r * 2 * VL);
+                multiply(row, d);
+            }
+            if (d < depth) {
+                W last[ROWS][2 * VL] = {};
+                const W* from[ROWS];
+                for (int r = 0; r < ROWS; r++) memcpy(last[r], row[r] + d, (depth - d) * sizeof(W)), from[r] = last[r];
+                multiply(from, 0);
+            }
+            d = depth;
+        }
 #if defined(__AVX512BF16__)
         if constexpr (PAIRED<T> && PAIRED<W>)
-            for (; d + 2 * VL <= size; d += 2 * VL) {
+            for (; d + 2 * VL <= depth; d += 2 * VL) {
                 __m512bh right[M];
                 for (int m = 0; m < M; m++) memcpy(&right[m], x + m * x_stride + d, 64);
                 for (int r = 0; r < ROWS; r++) {
                     __m512bh left; memcpy(&left, row[r] + d, 64);
-                    if (next) fetch(next + n * size + ROWS * d + r * 2 * VL);
+                    if (next) fetch(next + n * depth + ROWS * d + r * 2 * VL);
                     for (int m = 0; m < M; m++) acc[r][m] = (vec)_mm512_dpbf16_ps((__m512)acc[r][m], left, right[m]);
                 }
             }
 #endif
-        for (; d < size; d += VL) {
-            vec right[M];
-            for (int m = 0; m < M; m++) right[m] = load(x + m * x_stride + d, size - d);
-            for (int r = 0; r < ROWS; r++) {
-                const vec left = load(row[r] + d, size - d);
-                if (next) fetch(next + n * size + ROWS * d + r * VL);
-                for (int m = 0; m < M; m++) acc[r][m] += left * right[m];
+        const auto multiply = [&](int count) {  // VL of each row, or the last few
+            vec left[ROWS];
+            for (int r = 0; r < ROWS; r++) left[r] = load(row[r] + d, count);
+            for (int m = 0; m < M; m++) {
+                const vec right = load(x + m * x_stride + d, count);
+                for (int r = 0; r < ROWS; r++) acc[r][m] = fused(left[r], right, acc[r][m]);
             }
+        };
+        for (; d + VL <= depth; d += VL) {
+            for (int r = 0; next && r < ROWS; r++) fetch(next + n * depth + ROWS * d + r * VL);
+            multiply(VL);
         }
-        if constexpr (VL == 16) {
-            constexpr int N = M == 3 ? 16 : ROWS * M;  // a power of two
-            vec by_token[N] = {};                      // [M][ROWS]
+        if (d < depth) multiply(depth - d);
+        constexpr int N = M == 3 ? ROWS * 4 : ROWS * M;  // a power of two
+        if constexpr (N <= VL) {
+            vec by_token[N] = {};                        // [M][ROWS]
             for (int m = 0; m < M; m++)
                 for (int r = 0; r < ROWS; r++) by_token[m * ROWS + r] = acc[r][m];
-            const vec all = totals<N>(by_token);
-            for (int m = 0; m < M; m++) memcpy(sums + m * OUTPUTS + n, (const float*)&all + m * ROWS, ROWS * 4);
+            float all[VL];
+            store(all, totals<N>(by_token));
+            for (int m = 0; m < M; m++)
+                for (int r = 0; r < ROWS; r++) sums[m * OUTPUTS + n + r] += all[m * ROWS + r];
         } else {
             for (int r = 0; r < ROWS; r++)
-                for (int m = 0; m < M; m++) sums[m * OUTPUTS + n + r] = sum(acc[r][m]);
+                for (int m = 0; m < M; m++) sums[m * OUTPUTS + n + r] += sum(acc[r][m]);
         }
     }
 }
@@ -192,7 +231,7 @@ template <class T> Way way(const Weight& w, int64_t tokens) {
 #if defined(__AMX_BF16__)
     if (PAIRED<T> && amx && tokens > 1 && w.size % 32 == 0) return tokens > TILED ? Way::MANY_TILES : Way::TILES;
 #endif
-    return PAIRED<T> || tokens <= FEW ? Way::VECTORS : Way::PANELS;
+    return PAIRED<T> || tokens <= (std::is_same<T, bf16>::value ? SHORT : 2 * FEW) ? Way::VECTORS : Way::PANELS;
 }
 
 struct Bytes {  // x as `to_whole` leaves it
@@ -228,13 +267,34 @@ template <class T> void prepare(Way how, const T* x, int64_t x_stride, int64_t t
 
 template <class T, class W>  // linear_block for 1 to FEW tokens
 void linear_few(const T* x, int64_t x_stride, const W* w, int some, int64_t size, int64_t tokens, float* sums, const W* next) {
+    const int64_t part = PAIRED<T> ? size : LONG;
+    for (int64_t t = 0; t < tokens; t++) std::fill_n(sums + t * OUTPUTS, HALF, 0.f);
     constexpr decltype(&linear_block<T, W, 1>) BY_COUNT[] = {linear_block<T, W, 1>, linear_block<T, W, 2>, linear_block<T, W, 3>,
                                                              linear_block<T, W, 4>};
-    BY_COUNT[tokens - 1](x, w, sums, some, size, x_stride, next);
+    for (int64_t d = 0; d < size; d += part)
+        BY_COUNT[tokens - 1](x + d, w + d, sums, some, std::min(part, size - d), x_stride, size, next ? next + d * some : nullptr);
 }
 inline void whole_few(const Bytes& x, const i8* w, int some, int64_t size, int64_t tokens, float* sums, const i8* next) {
     constexpr decltype(&linear_whole<1>) BY_COUNT[] = {linear_whole<1>, linear_whole<2>, linear_whole<3>, linear_whole<4>};
     BY_COUNT[tokens - 1](x.values, x.scales, w, sums, some, size, next);
+}
+
+// x as floats [tokens, size up to 2 VL], each 2 VL in the order of every_other if `split`: each row of w would convert it anew. Each thread, its own.
+template <class T> const float* to_floats(const T* x, int64_t x_stride, int64_t tokens, int64_t size, bool split, float* to) {
+    const int64_t room = up(size, 2 * VL);
+    for (int64_t t = 0; t < tokens; t++)
+        for (int64_t d = 0; d < room; d += 2 * VL) {
+            T part[2 * VL] = {};
+            memcpy(part, x + t * x_stride + d, std::min<int64_t>(2 * VL, size - d) * sizeof(T));
+            float* const out = to + t * room + d;
+            if constexpr (std::is_same<T, bf16>::value)
+                if (split) {
+                    store(out, every_other<0>(part)), store(out + VL, every_other<1>(part));
+                    continue;
+                }
+            store(out, load(part)), store(out + VL, load(part + VL));
+        }
+    return to;
 }
 
 struct Block { int64_t at[2]; int some[2]; };  // two runs of up to HALF outputs: neighbours, or where `gated` a gate's and what it multiplies
@@ -323,11 +383,15 @@ void linear(const T* x, int64_t x_stride, const Weight& w, O* out, int64_t token
         team.meet();
     }
     static thread_local std::vector<T> wide;
-    static thread_local std::vector<float> panels;
+    static thread_local std::vector<float> panels, single;
     alignas(64) float sums[TILED * OUTPUTS];
     const int64_t size = w.size, range = gated ? w.outputs / 2 : w.outputs, step = gated ? HALF : OUTPUTS, ahead = step * size;
     const int64_t blocks = up(range, step) / step, passes = up(tokens, TOKENS) / TOKENS;
     const bool widen = w.scales && how != Way::WHOLE && (how != Way::VECTORS || tokens > FEW);
+    const int64_t room = up(size, 2 * VL);
+    const float* numbers = nullptr;
+    if (!PAIRED<T> && !std::is_same<T, float>::value && how == Way::VECTORS)
+        numbers = to_floats(x, x_stride, tokens, size, std::is_same<T, bf16>::value && (!w.scales || widen), grown(single, tokens * room));
 #pragma omp for schedule(static) nowait
     for (int64_t i = 0; i < blocks * passes; i++) {
         const int64_t first = i / blocks * TOKENS, last = std::min(tokens, first + TOKENS);
@@ -360,15 +424,20 @@ void linear(const T* x, int64_t x_stride, const Weight& w, O* out, int64_t token
                 continue;
             }
 #endif
-        for (int64_t t = first; t < last; t += FEW) {
-            const int64_t count = std::min<int64_t>(FEW, last - t);
-            const T* from = x + t * x_stride;
+        for (int64_t t = first, count; t < last; t += count) {
+            const int64_t runs = up(last - t, FEW) / FEW;
+            count = up(last - t, runs) / runs;  // sizes alike: each loads the block
             for (int half = 0; half < 2; half++) {
                 float* to = sums + half * HALF;
-                const i8* next = t == first ? small[half] + ahead : nullptr;
+                const bool fetches = t == first && !widen;
+                const i8* next = fetches ? small[half] + ahead : nullptr;
+                const auto by_vectors = [&](const auto* from, int64_t stride) {
+                    if (w.scales && !widen) linear_few(from, stride, small[half], b.some[half], size, count, to, next);
+                    else linear_few(from, stride, rows[half], b.some[half], size, count, to, fetches ? rows[half] + ahead : nullptr);
+                };
                 if (how == Way::WHOLE) whole_few(Bytes(scratch, size), small[half], b.some[half], size, count, to, next);
-                else if (w.scales && !widen) linear_few(from, x_stride, small[half], b.some[half], size, count, to, next);
-                else linear_few(from, x_stride, rows[half], b.some[half], size, count, to, t == first && !widen ? rows[half] + ahead : nullptr);
+                else if (numbers) by_vectors(numbers + (t - first) * room, room);
+                else by_vectors(x + t * x_stride, x_stride);
             }
             finish<T>(sums, w, b, gated, count, out + t * range);
         }

@@ -26,6 +26,11 @@ constexpr int VL = 8, NV = 2;
 #else
 constexpr int VL = 4, NV = 4;
 #endif
+#if defined(__AVX512F__) || defined(__aarch64__)
+constexpr bool MANY_REGISTERS = true;  // 32; else 16
+#else
+constexpr bool MANY_REGISTERS = false;
+#endif
 constexpr float LOG2E = 1.44269504088896f, NOTHING = -INFINITY;
 
 typedef float vec __attribute__((vector_size(VL * 4)));
@@ -51,6 +56,16 @@ template <class T> constexpr bool PAIRED = false;
 #endif
 
 inline vec splat(float x) { return x - vec{}; }
+// a b + c, with one rounding where the machine has that: left to itself GCC takes two instructions in some loops and one in others
+inline vec fused(vec a, vec b, vec c) {
+#if defined(__AVX512F__)
+    return (vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__AVX2__) && defined(__FMA__)
+    return (vec)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+    return a * b + c;
+#endif
+}
 inline vec shuffle(vec a, vec b, ivec at) {  // at: a constant; VL and above are of b
 #if defined(__clang__)
     vec r;
