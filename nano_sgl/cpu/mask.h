@@ -9,7 +9,7 @@
 namespace {
 
 constexpr int64_t MASK_BLOCK = 1 << 14;             // tokens, at least, of a part of a row
-constexpr int64_t SOME = 2048, REMEMBERED = 256;    // tokens that are listed; rows
+constexpr int64_t REMEMBERED = 128, A_FEW = 16;      // rows; a list has at most this part of the vocabulary: more are faster mixed than written
 
 // Pools as in masks.py. `others` are the tokens of each map's classes but the largest, by class, each class in order; shapes[map]: where in
 // `firsts` the map's offsets into `others` begin (one more than classes), the number of classes, the largest.
@@ -62,8 +62,8 @@ inline bool holds(const Grammars& g, int64_t value, int32_t count, int32_t& low,
     }
 }
 
-// What may come next after a state, and after its like with low to high characters: `most` tokens but few, or few. Those few, if at most SOME, are
-// listed in order; else their bits are set, which stand until this thread asks again.
+// What may come next after a state, and after its like with low to high characters: `most` tokens but few, or few. Those few are listed, in
+// order; or, if they are many, their bits are set, which stand until this thread asks again.
 struct Next {
     int64_t tables = 0, row = -1;
     int32_t low = 0, high = -1;
@@ -102,7 +102,7 @@ const Next& next_of(const Grammars& g, int64_t state) {
     else next.high = std::min(next.high, e.accept_from - 1);
     int64_t size = 0;
     for (int64_t w = 0; w < words; w++) size += __builtin_popcountll(bits[w]);
-    next.bits = size > SOME ? bits : nullptr;
+    next.bits = size * A_FEW > g.size ? bits : nullptr;
     next.few.clear();
     for (int64_t w = 0; w < words && !next.bits; w++)
         for (uint64_t left = bits[w]; left; left &= left - 1) next.few.push_back(64 * w + __builtin_ctzll(left));
@@ -131,7 +131,8 @@ void mask(const Grammars& g, int64_t state, float* row, int64_t begin, int64_t e
         for (int64_t i = 0; i < n; i++) row[from[i]] = NOTHING;
         return;
     }
-    float kept[SOME];
+    static thread_local std::vector<float> scratch;
+    float* const kept = grown(scratch, n);
     for (int64_t i = 0; i < n; i++) kept[i] = row[from[i]];
     for (int64_t i = begin; i < end; i += VL) store(row + i, splat(NOTHING), std::min<int64_t>(VL, end - i));
     for (int64_t i = 0; i < n; i++) row[from[i]] = kept[i];
