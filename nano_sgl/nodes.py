@@ -92,7 +92,7 @@ class Nodes:
                 self._ors.add(node)
             else:
                 self.special.add(node)
-        elif kind in ("rep", "text", "counted"):
+        elif kind in ("rep", "text", "counted", "but"):
             self.items.append(key[1] if kind == "rep" else node)
             self.depth.append(1 + self.depth[key[1]])
             self._looped.add(node)
@@ -193,6 +193,10 @@ class Nodes:
                 return self.rep(inner, least * low, None if most is None or high is None else most * high)
         return self._intern(("rep", item, low, high), low == 0, self.stacked[item])
 
+    def but(self, item: int, words: tuple[bytes, ...]) -> int:
+        """Any number of the item but the words, ascending: as rules.But."""
+        return self._intern(("but", item, words), not words or words[0] != b"", self.stacked[item])
+
     def bounds(self, node: int) -> tuple[int, int, int | None]:
         """A node as a repeat: (item, low, high)."""
         kind, *parts = self.keys[node]
@@ -211,6 +215,8 @@ class Nodes:
                 found = self.alt(self.positive(part) for part in parts)
             elif kind == "rep":
                 found = self.rep(parts[0], 1, parts[2])
+            elif kind == "but":
+                found = self.but(parts[0], (b"", *parts[1]))
             else:
                 found = NEVER
             self._positive[node] = found
@@ -243,8 +249,24 @@ class Nodes:
                         break
                 found = tuple(arcs)
             else:
-                found = ()
+                found = self._linear_but(*parts) if kind == "but" else ()
             self._linear[node] = found
+        return found
+
+    def _linear_but(self, item: int, words: tuple[bytes, ...]) -> tuple[tuple[int, int], ...]:
+        rest, below, singles = self.rep(item, 0, None), {}, self.singles(item)
+        for word in words:
+            if word and singles >> word[0] & 1:
+                below.setdefault(word[0], []).append(word[1:])
+        others = singles & ~sum([1 << byte for byte in below])
+        arcs = [(mask, self.then(to, rest)) for mask, to in self.linear(item) if to != EMPTY]
+        return *arcs, *[(others, rest)] * bool(others), *((1 << byte, self.but(item, tuple(tails))) for byte, tails in below.items())
+
+    def singles(self, node: int) -> int:
+        """The bytes that it matches alone."""
+        found = 0
+        for mask, to in self.linear(node):
+            found |= mask if to == EMPTY else 0
         return found
 
     # ---- shapes
@@ -258,7 +280,7 @@ class Nodes:
                 kind, *parts = self.keys[todo.pop()]
                 if kind == "byte":
                     mask |= parts[0]
-                for part in parts[:1] if kind == "rep" else parts if kind in ("cat", "or") else ():
+                for part in parts[:1] if kind in ("rep", "but") else parts if kind in ("cat", "or") else ():
                     if part not in seen:
                         seen.add(part)
                         todo.append(part)
@@ -269,7 +291,7 @@ class Nodes:
         """The length of its texts, if all have the same."""
         if node not in self._lengths:
             kind, *parts = self.keys[node]
-            found: int | None = 1 if kind == "byte" else 0
+            found: int | None = 1 if kind == "byte" else None if kind == "but" else 0
             if kind == "rep":
                 found = self.length(parts[0]) if parts[1] == parts[2] else None
                 found = found and found * parts[1]
@@ -328,8 +350,8 @@ class Nodes:
             found = STACKED if self.stacked[node] else LIGHT
             if found == STACKED or node not in self._looped:
                 pass
-            elif kind == "rep":
-                item, low, high = parts
+            elif kind in ("rep", "but"):
+                item, low, high = parts if kind == "rep" else (parts[0], 0, None)
                 wide = self.is_wide(item)
                 if self.shape(item) != LIGHT:
                     found = STACKED
