@@ -539,6 +539,7 @@ class Frames:
 
     def __init__(self, walker: TrieWalker):
         self.walker, self.library, self.told, self.num_loops, self._held = walker, walker._library, set(), 0, {}
+        self._call_of = {name: getattr(self.library, f"nano_frames_{name}") for name in ("tell", "loop", "firsts", "piece")}
         self.address = self.library.nano_frames_new()
         if not self.address:
             raise MemoryError("no memory for what grammars begin with")
@@ -592,7 +593,7 @@ class Frames:
         self._held.clear()
 
     def _call(self, name: str, *args) -> None:
-        if getattr(self.library, f"nano_frames_{name}")(self.address, *args):
+        if self._call_of[name](self.address, *args):
             raise MemoryError("no memory for what grammars begin with")
 
 

@@ -102,6 +102,7 @@ class Nodes:
             self.depth.append(1)
             if kind == "byte":
                 self.letters.add(node)
+                self._shapes[node] = LIGHT
         if not node & 255:
             pause()
         return node
@@ -367,8 +368,10 @@ class Nodes:
 
     def _shapes_of(self, parts: list[int]) -> list[int]:
         """Of each part of a Cat. Few repeats in front of a wide loop are one piece with it: counted, they would have many ends to go on from."""
-        shapes, left = [self.shape(part) for part in parts], 0
-        for i in range(len(parts) - 1, -1, -1):
+        shapes, left = list(map(self._shapes.get, parts)), 0        # most are bytes
+        if None in shapes:
+            shapes = list(map(self.shape, parts))
+        for i in range(len(parts) - 1, -1, -1) if TAIL in shapes and STACKED in shapes else ():
             if shapes[i] == TAIL:
                 left = UNROLLED
             elif shapes[i] == STACKED and left:
@@ -397,16 +400,14 @@ class Nodes:
         return found
 
     def _pieces(self, parts: list[int]) -> list[int]:
-        pieces, group = [], []
-        for part, shape in zip(parts, self._shapes_of(parts)):
-            if shape != STACKED:
-                group.append(part)
-            if shape != LIGHT:
-                pieces.append(self.text(self.cat(group)))
-                group = []
-            if shape == STACKED:
-                pieces.append(self.cut(part))
-        return [*pieces, self.text(self.cat(group))]
+        pieces, begin, shapes = [], 0, self._shapes_of(parts)
+        for end in [i for i, shape in enumerate(shapes) if shape != LIGHT]:
+            if shapes[end] == STACKED:
+                pieces += self.text(self.cat(parts[begin:end])), self.cut(parts[end])
+            else:
+                pieces.append(self.text(self.cat(parts[begin:end + 1])))
+            begin = end + 1
+        return [*pieces, self.text(self.cat(parts[begin:]))]
 
     def _cut_repeat(self, item: int, low: int, high: int | None) -> int:
         if self.shape(item) == LIGHT and high is None and low > 1 and self.is_prefix_code(item):
