@@ -13,6 +13,8 @@ characters is the same node in every grammar. Repeats of characters with a bound
 *prefix code*, whose sequences fall apart in one way; without an upper bound they are counted up to the lower one. Up to UNROLLED of them in front of
 a loop are one piece with it.
 
+All texts but some words (*but*) are one node, however many words there are: what is left of them behind a byte is a node once a text gets there.
+
 Cost: a few microseconds a part. Where it stops: counted items that are no prefix code are repeated on the stack. Source: linear forms after
 Antimirov (1996), derivatives of Brzozowski (1964).
 """
