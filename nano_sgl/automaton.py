@@ -44,6 +44,7 @@ from .rules import Byte, Cat, GrammarError, Or, Repeat, Rules, tick
 from .vocab import Vocab
 
 AHEAD, LOOPS = 64, 80            # states of a literal that are made at once; bytes that come back to a state
+AHEAD_BUT = 16                  # states of a word that may not come, likewise
 ROWS = 256                      # of states, that are begun at once
 MAX_STATES = 60_000             # of an automaton, 1 KB each; less than 65,535
 SMALL = 8                       # positions that are walked one by one rather than as arrays,
@@ -317,7 +318,7 @@ class Automaton:
 
     def expand(self, q: int) -> None:
         """Fill the state's row of `delta`; in a literal, also those of the states up to its end."""
-        if self._flags[1, q] or self._expand_literal(q):
+        if self._flags[1, q] or self._expand_literal(q) or self._expand_but(q):
             return
         targets = [(mask, self.state(nodes)) for mask, nodes in split_bytes([arc for node in self.members[q] for arc in self.nodes.linear(node)])]
         row, alive = self.delta[q], 0
@@ -342,6 +343,32 @@ class Automaton:
             delta[256 * state + byte] = state + 1
             self.alive[state] = 1 << byte
         delta[256 * last - 256 + text[-1]], self._flags[1, first:last] = end, True
+        return True
+
+    def _expand_but(self, q: int) -> bool:
+        """The same where any text may come but some words: all that differs from one state of this kind to another are the first bytes of its words.
+        Where there is one such byte, also those of the states behind it."""
+        (node,) = self.members[q] if len(self.members[q]) == 1 else (EMPTY,)
+        kind, *parts = self.nodes.keys[node]
+        if kind != "but" or parts[1] == (b"",):
+            return False
+        item, words = parts
+        plain, singles = self.state((self.nodes.but(item, (b"",)),)), self.nodes.singles(item)
+        self.expand(plain)
+        for _ in range(AHEAD_BUT):
+            below: dict[int, list[bytes]] = {}
+            for word in words:
+                if word and singles >> word[0] & 1:
+                    below.setdefault(word[0], []).append(word[1:])
+            targets = [(byte, self.state((self.nodes.but(item, tuple(tails)),))) for byte, tails in below.items()]
+            self.delta[q] = self.delta[plain]
+            for byte, to in targets:
+                self.delta[q, byte] = to
+            self.alive[q], self._flags[1, q] = self.alive[plain], True
+            if len(targets) != 1 or self._flags[1, targets[0][1]]:
+                break
+            (byte, q), = targets
+            words = below[byte]
         return True
 
     def _byte_of(self, node: int) -> int:

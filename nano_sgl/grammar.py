@@ -145,19 +145,18 @@ class Beginnings:
 
     def _firsts(self, node: int) -> list[tuple[int, tuple[int, ...]]]:
         """(leaf, frames that lie below it, the lowest first) for each leaf that the node may begin with. Without recursion: chains are long."""
-        work = [node]
+        work, first = [(node, self._heads(node))], self._first
         while work:
             tick()
-            if work[-1] in self._first:
-                work.pop()
-                continue
-            needs = [part for part in self._heads(work[-1]) if part not in self._first]
+            top, heads = work[-1]
+            needs = [] if top in first else [(part, self._heads(part)) for part in heads if part not in first]
             if needs:
                 work += needs
             else:
-                top = work.pop()
-                self._first[top] = self._firsts_of(top)
-        return self._first[node]
+                work.pop()
+                if top not in first:
+                    first[top] = self._firsts_of(top, heads)
+        return first[node]
 
     def _heads(self, node: int) -> list[int]:
         """The parts whose firsts are the node's."""
@@ -171,18 +170,20 @@ class Beginnings:
             return parts[: stop + 1]
         return parts if kind == "or" else parts[:1] if kind == "rep" else []
 
-    def _firsts_of(self, node: int) -> list[tuple[int, tuple[int, ...]]]:
+    def _firsts_of(self, node: int, heads: list[int]) -> list[tuple[int, tuple[int, ...]]]:
         kind, *parts = self._nodes.keys[node]
         if kind in ("text", "counted"):
             return [(node, ())]
+        if kind == "ref":
+            return self._first[heads[0]]
         found = {}
-        for i, part in enumerate(self._heads(node)):
+        for i, part in enumerate(heads):
             rest = ()
             if kind == "cat" and i + 1 < len(parts):
                 rest = (self._nodes.cat(parts[i + 1 :]),)
             elif kind == "rep" and parts[2] != 1:
                 rest = (self._nodes.rep(part, max(parts[1] - 1, 0), None if parts[2] is None else parts[2] - 1),)
-            found.update(((leaf, rest + frames), None) for leaf, frames in self._first[part])
+            found |= dict.fromkeys([(leaf, rest + frames) for leaf, frames in self._first[part]] if rest else self._first[part])
         if len(found) > MAX_READINGS:
             raise GrammarError(f"the grammar is too ambiguous: more than {MAX_READINGS} ways to begin", "grammar")
         return list(found)
@@ -251,12 +252,13 @@ class Grammar:
                 if row is None:
                     if self._build_s > MAX_BUILD_S:
                         raise GrammarError(f"the grammar is too ambiguous: its states have taken more than {MAX_BUILD_S:g} s", "grammar")
-                    began = time.thread_time()
+                    began, now = time.thread_time(), time.monotonic()
                     try:
-                        with time_limit(time.monotonic() + MAX_ROW_S):
+                        with time_limit(now + MAX_ROW_S):
                             row = RowBuilder(self, index).build()
                     finally:
-                        self._build_s += max(time.thread_time() - began - USUAL_ROW_S, 0.0)
+                        if time.monotonic() > now + USUAL_ROW_S:        # else it took no longer; to ask a thread for its time takes long
+                            self._build_s += max(time.thread_time() - began - USUAL_ROW_S, 0.0)
                     if self.thinks(index):
                         self.tables.exits.append(np.array([[index, self.closing.start & INDEX]]))
                     self.tables.add_row(index, row)

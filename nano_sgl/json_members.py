@@ -14,8 +14,8 @@ declares.
     in_any_order  a state is (set of keys written, extras, wishes)                              2 ** keys
     sequence      any automaton, from its start, arcs and ends: contains, uniqueItems, any order
 
-Keys that nobody declares are all strings but some (`avoid`): at each letter of a declared key it goes on, or any other letter and any text. What
-follows a point behind which only one key is left is the same object for all keys that end alike, in all schemas: so it becomes a node once.
+Keys that nobody declares are all strings but some (`avoid`): at each letter of a declared key it goes on, or any other letter and any text. That is
+one expression, `rules.But`, and nothing is made of its letters before a text comes to them.
 
 Invariants. A comma stands between two items and nowhere else. A declared key comes once at most, one that must come comes. Readings may be
 ambiguous (a member that fulfils a wish may also be read as one that does not), verdicts are not.
@@ -32,7 +32,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import NamedTuple
 
 from .json_text import spelled
-from .rules import BYTES, EMPTY, NEVER, Byte, Cat, Expr, GrammarError, Or, Ref, Rules, alt, cat, complement, literal, repeat, show, tick, union
+from .rules import BYTES, EMPTY, NEVER, But, Byte, Cat, Expr, GrammarError, Or, Ref, Rules, alt, cat, complement, literal, repeat, show, tick, union
 from .schema import LAYOUTS, Layout
 
 MAX_PAIRS = 20_000  # states, or arcs, of one object or array
@@ -270,7 +270,8 @@ def is_simple(char: str) -> bool:
     return char < "\x80" and bool(SIMPLE.mask >> ord(char) & 1)
 
 
-REST = repeat(alt([SIMPLE, spelled(OTHERS, True)]), 0, None)
+CHAR = alt([SIMPLE, spelled(OTHERS, True)])
+REST = repeat(CHAR, 0, None)
 SPECIAL = cat([spelled(OTHERS, True), REST])
 
 
@@ -282,23 +283,16 @@ def begun_by_others(heads: str) -> tuple[Expr, ...]:
     return cat([spelled(complement(union((ord(head), ord(head)) for head in heads)), True), REST]),
 
 
-def plain_char(char: str) -> Expr:
-    """A character of a word that is avoided."""
-    return BYTES[ord(char)] if is_simple(char) else spelled(((ord(char), ord(char)),), True)
-
-
-@functools.lru_cache(maxsize=4096)
-def all_but(word: str) -> Expr:
-    """All strings but the word, of less than 16 characters: the same object again for words that end alike."""
-    return Or((EMPTY, *begun_by_others(word[0]), Cat((plain_char(word[0]), all_but(word[1:]))))) if word else Or(begun_by_others(""))
-
-
 def avoid(words: set[str], name: str, rules: dict[str, Expr]) -> Expr:
-    """All strings but the words; plain ones, for then what is not simple is alike everywhere."""
+    """All strings but the words; plain ones, for then what is not simple is alike everywhere. What is left of words behind their last character that
+    is not simple is one object."""
+    if all(map(is_simple, set().union(*words))):
+        return But(CHAR, tuple(sorted([word.encode() for word in words])))
+    simple = {word: max([i for i, char in enumerate(word, 1) if not is_simple(char)], default=0) for word in words}     # from where on
 
     def below(some: list[str], depth: int) -> Expr:
-        if len(some) == 1 and len(some[0]) - depth < 16:
-            return all_but(some[0][depth:])
+        if all(simple[word] <= depth for word in some):
+            return But(CHAR, tuple([word[depth:].encode() for word in some]))
         if depth % 16 == 0 and depth:
             todo.append((f"{name}.{some[0][:depth]}", some, depth))
             return Ref(todo[-1][0])
@@ -306,7 +300,8 @@ def avoid(words: set[str], name: str, rules: dict[str, Expr]) -> Expr:
 
     def made(some: list[str], depth: int) -> Expr:
         heads = {head: list(group) for head, group in itertools.groupby(some[len(some[0]) == depth:], lambda word: word[depth])}
-        parts = [Cat((plain_char(head), below(group, depth + 1))) for head, group in heads.items()]
+        parts = [Cat((BYTES[ord(head)] if is_simple(head) else spelled(((ord(head), ord(head)),), True), below(group, depth + 1)))
+                 for head, group in heads.items()]
         return Or((*([EMPTY] if len(some[0]) > depth else []), *begun_by_others("".join(heads)), *parts))
 
     todo = [(f"{name}.", sorted(words), 0)]

@@ -20,8 +20,8 @@ Invariants. What is accepted is valid. A keyword that changes validity and canno
 pointer; so does a schema that no value satisfies. Left out are spellings, not values: keys and listed values have one spelling, integers are
 written without point and exponent, numbers under multipleOf without exponent, half a surrogate pair is no character.
 
-Cost. 0.5 ms for an everyday schema; some 50 microseconds a set, and for objects that allow other keys some for each character of the declared
-ones. MAX_SETS, MAX_WORDS, json_members' MAX_PAIRS and json_text's MAX_STATES bound what multiplies.
+Cost. 0.5 ms for an everyday schema; some 50 microseconds a set. MAX_SETS, MAX_WORDS, json_members' MAX_PAIRS and json_text's MAX_STATES bound
+what multiplies.
 
 Where it stops. Keys that nobody declares may repeat among themselves, and count each time. They spell what ASCII can print as it is. Patterns are
 those of regex.py. A `format` that no standard names is an annotation, as the standard has it. uniqueItems is for listed values. A schema that

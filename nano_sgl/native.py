@@ -456,7 +456,7 @@ class TrieWalker:
                 try:
                     how, asked = self._go(readings, library.nano_row_read, state), (row.unknown, bool(row.counted))
                     if not how:
-                        vec, n = _copied(row.vec, row.num_lines) if row.num_lines else self.NO_CLASSES, row.num_tokens
+                        vec, n = _at(row.vec, row.num_lines).copy() if row.num_lines else self.NO_CLASSES, row.num_tokens
                         return row.which, vec, found["tokens"][:n].copy(), found["values"][:n].copy()
                 finally:
                     library.nano_row_forget(row)
@@ -539,6 +539,7 @@ class Frames:
 
     def __init__(self, walker: TrieWalker):
         self.walker, self.library, self.told, self.num_loops, self._held = walker, walker._library, set(), 0, {}
+        self._call_of = {name: getattr(self.library, f"nano_frames_{name}") for name in ("tell", "loop", "firsts", "piece")}
         self.address = self.library.nano_frames_new()
         if not self.address:
             raise MemoryError("no memory for what grammars begin with")
@@ -592,7 +593,7 @@ class Frames:
         self._held.clear()
 
     def _call(self, name: str, *args) -> None:
-        if getattr(self.library, f"nano_frames_{name}")(self.address, *args):
+        if self._call_of[name](self.address, *args):
             raise MemoryError("no memory for what grammars begin with")
 
 
@@ -618,20 +619,24 @@ class Sets:
     def numbers(self, kind: str, index: int) -> list[int]:
         """Of a `stack`, a `set` or a `state`: what cpu/sets.h has in its place."""
         size = getattr(self._library, f"nano_sets_of_{kind}")(self.address, index)
-        return _copied(self.head.found, size).tolist()
+        return _at(self.head.found, size).tolist()
 
     def written(self) -> tuple[np.ndarray | None, np.ndarray | None]:
-        """(from which count on new states accept, new lines int32 [:, 4]) since the last time; None if there are none."""
+        """(from which count on new states accept, new lines int32 [:, 4]) since the last time; None if there are none. As of `_at`."""
         head = self.head
         if head.written:
             return None, None
         states, lines = head.num_new_states, head.num_new_lines
         head.written = 1
-        return _copied(head.new_states, states) if states else None, _copied(head.new_lines, 4 * lines).reshape(-1, 4) if lines else None
+        return _at(head.new_states, states) if states else None, _at(head.new_lines, 4 * lines).reshape(-1, 4) if lines else None
 
 
-def _copied(address: int, size: int) -> np.ndarray:
-    return np.frombuffer(ctypes.string_at(address, 4 * size), np.int32)
+def _at(address: int, size: int) -> np.ndarray:
+    """int32 [size] that lies there, and does so until C++ is called again."""
+    return np.frombuffer(_Numbers.from_address(address), np.int32, size)
+
+
+_Numbers = _C * (1 << 28)       # of one type, for all sizes: making a type takes longer than all the rest
 
 
 def _address(array: np.ndarray | None) -> int | None:

@@ -13,6 +13,8 @@ characters is the same node in every grammar. Repeats of characters with a bound
 *prefix code*, whose sequences fall apart in one way; without an upper bound they are counted up to the lower one. Up to UNROLLED of them in front of
 a loop are one piece with it.
 
+All texts but some words (*but*) are one node, however many words there are: what is left of them behind a byte is a node once a text gets there.
+
 Cost: a few microseconds a part. Where it stops: counted items that are no prefix code are repeated on the stack. Source: linear forms after
 Antimirov (1996), derivatives of Brzozowski (1964).
 """
@@ -92,7 +94,7 @@ class Nodes:
                 self._ors.add(node)
             else:
                 self.special.add(node)
-        elif kind in ("rep", "text", "counted"):
+        elif kind in ("rep", "text", "counted", "but"):
             self.items.append(key[1] if kind == "rep" else node)
             self.depth.append(1 + self.depth[key[1]])
             self._looped.add(node)
@@ -102,6 +104,7 @@ class Nodes:
             self.depth.append(1)
             if kind == "byte":
                 self.letters.add(node)
+                self._shapes[node] = LIGHT
         if not node & 255:
             pause()
         return node
@@ -193,6 +196,10 @@ class Nodes:
                 return self.rep(inner, least * low, None if most is None or high is None else most * high)
         return self._intern(("rep", item, low, high), low == 0, self.stacked[item])
 
+    def but(self, item: int, words: tuple[bytes, ...]) -> int:
+        """Any number of the item but the words, ascending: as rules.But."""
+        return self._intern(("but", item, words), not words or words[0] != b"", self.stacked[item])
+
     def bounds(self, node: int) -> tuple[int, int, int | None]:
         """A node as a repeat: (item, low, high)."""
         kind, *parts = self.keys[node]
@@ -211,6 +218,8 @@ class Nodes:
                 found = self.alt(self.positive(part) for part in parts)
             elif kind == "rep":
                 found = self.rep(parts[0], 1, parts[2])
+            elif kind == "but":
+                found = self.but(parts[0], (b"", *parts[1]))
             else:
                 found = NEVER
             self._positive[node] = found
@@ -243,8 +252,24 @@ class Nodes:
                         break
                 found = tuple(arcs)
             else:
-                found = ()
+                found = self._linear_but(*parts) if kind == "but" else ()
             self._linear[node] = found
+        return found
+
+    def _linear_but(self, item: int, words: tuple[bytes, ...]) -> tuple[tuple[int, int], ...]:
+        rest, below, singles = self.rep(item, 0, None), {}, self.singles(item)
+        for word in words:
+            if word and singles >> word[0] & 1:
+                below.setdefault(word[0], []).append(word[1:])
+        others = singles & ~sum([1 << byte for byte in below])
+        arcs = [(mask, self.then(to, rest)) for mask, to in self.linear(item) if to != EMPTY]
+        return *arcs, *[(others, rest)] * bool(others), *((1 << byte, self.but(item, tuple(tails))) for byte, tails in below.items())
+
+    def singles(self, node: int) -> int:
+        """The bytes that it matches alone."""
+        found = 0
+        for mask, to in self.linear(node):
+            found |= mask if to == EMPTY else 0
         return found
 
     # ---- shapes
@@ -258,7 +283,7 @@ class Nodes:
                 kind, *parts = self.keys[todo.pop()]
                 if kind == "byte":
                     mask |= parts[0]
-                for part in parts[:1] if kind == "rep" else parts if kind in ("cat", "or") else ():
+                for part in parts[:1] if kind in ("rep", "but") else parts if kind in ("cat", "or") else ():
                     if part not in seen:
                         seen.add(part)
                         todo.append(part)
@@ -269,7 +294,7 @@ class Nodes:
         """The length of its texts, if all have the same."""
         if node not in self._lengths:
             kind, *parts = self.keys[node]
-            found: int | None = 1 if kind == "byte" else 0
+            found: int | None = 1 if kind == "byte" else None if kind == "but" else 0
             if kind == "rep":
                 found = self.length(parts[0]) if parts[1] == parts[2] else None
                 found = found and found * parts[1]
@@ -328,8 +353,8 @@ class Nodes:
             found = STACKED if self.stacked[node] else LIGHT
             if found == STACKED or node not in self._looped:
                 pass
-            elif kind == "rep":
-                item, low, high = parts
+            elif kind in ("rep", "but"):
+                item, low, high = parts if kind == "rep" else (parts[0], 0, None)
                 wide = self.is_wide(item)
                 if self.shape(item) != LIGHT:
                     found = STACKED
@@ -345,8 +370,10 @@ class Nodes:
 
     def _shapes_of(self, parts: list[int]) -> list[int]:
         """Of each part of a Cat. Few repeats in front of a wide loop are one piece with it: counted, they would have many ends to go on from."""
-        shapes, left = [self.shape(part) for part in parts], 0
-        for i in range(len(parts) - 1, -1, -1):
+        shapes, left = list(map(self._shapes.get, parts)), 0        # most are bytes
+        if None in shapes:
+            shapes = list(map(self.shape, parts))
+        for i in range(len(parts) - 1, -1, -1) if TAIL in shapes and STACKED in shapes else ():
             if shapes[i] == TAIL:
                 left = UNROLLED
             elif shapes[i] == STACKED and left:
@@ -375,16 +402,14 @@ class Nodes:
         return found
 
     def _pieces(self, parts: list[int]) -> list[int]:
-        pieces, group = [], []
-        for part, shape in zip(parts, self._shapes_of(parts)):
-            if shape != STACKED:
-                group.append(part)
-            if shape != LIGHT:
-                pieces.append(self.text(self.cat(group)))
-                group = []
-            if shape == STACKED:
-                pieces.append(self.cut(part))
-        return [*pieces, self.text(self.cat(group))]
+        pieces, begin, shapes = [], 0, self._shapes_of(parts)
+        for end in [i for i, shape in enumerate(shapes) if shape != LIGHT]:
+            if shapes[end] == STACKED:
+                pieces += self.text(self.cat(parts[begin:end])), self.cut(parts[end])
+            else:
+                pieces.append(self.text(self.cat(parts[begin:end + 1])))
+            begin = end + 1
+        return [*pieces, self.text(self.cat(parts[begin:]))]
 
     def _cut_repeat(self, item: int, low: int, high: int | None) -> int:
         if self.shape(item) == LIGHT and high is None and low > 1 and self.is_prefix_code(item):

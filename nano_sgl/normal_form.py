@@ -28,7 +28,7 @@ import operator
 from collections.abc import Callable
 
 from .nodes import CHUNK, EMPTY, NEVER, Nodes
-from .rules import BYTES, MAX_COUNT, Byte, Cat, Expr, GrammarError, Or, Ref, Repeat, Rules, tick
+from .rules import BYTES, MAX_COUNT, But, Byte, Cat, Expr, GrammarError, Or, Ref, Repeat, Rules, tick
 
 MAX_DEPTH = 220                 # nesting of an expression: three times that of rules.py, and some
 MAX_INLINE = 60                 # nesting of a rule that is put where it is used
@@ -184,7 +184,7 @@ class _Normalizer:
             kind = type(one)
             if kind is Ref:
                 found.add(one.name)
-            elif kind is not Byte and id(one) not in seen and not self._is_plain(one):
+            elif kind is not Byte and kind is not But and id(one) not in seen and not self._is_plain(one):
                 seen.add(id(one))
                 todo += (one.item,) if kind is Repeat else [part for part in one.parts if type(part) is not Byte]
         tick()
@@ -211,7 +211,7 @@ class _Normalizer:
             self.nodes.single[id(expr)] = node
         return node
 
-    def _compound(self, expr: Cat | Or | Repeat, rule: str, depth: int) -> int:
+    def _compound(self, expr: Cat | Or | Repeat | But, rule: str, depth: int) -> int:
         """The node of an expression that was not made yet."""
         nodes, made, kind, key = self.nodes, self._made, type(expr), id(expr)
         known = nodes._known.get(key)
@@ -226,6 +226,9 @@ class _Normalizer:
                 raise GrammarError(f"a repeat of {expr.low} to {expr.high} times, in rule {rule}", "repeat", rule)
             node = nodes.rep(self._convert(expr.item, rule, depth + 1), expr.low, expr.high)
             self.count += 1
+        elif kind is But:
+            node = nodes.but(self._convert(expr.item, rule, depth + 1), expr.words)
+            self.count += len(expr.words)
         else:
             exprs, at = expr.parts, 0
             ids = list(map(id, exprs))

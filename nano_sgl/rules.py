@@ -7,10 +7,11 @@ a character is only a small expression of them. `é|[あ-ん]`:
            +-- Cat -- Byte{E3} -- Or --+-- Cat -- Byte{81} -- Byte{82..BF}           あ to み
                                        +-- Cat -- Byte{82} -- Byte{80..93}           む to ん
 
-Names. An *expression* is one of five things: `Byte` (a set of bytes, as a mask), `Cat` (one after the other), `Or`, `Repeat` (with its
-counts: a{1,100000} is one node, nothing is unrolled) and `Ref` (a rule, by name). *Rules* are named expressions and a start. *Ranges*
-are sets of code points: sorted pairs (first, last), merged. A `Parser` reads a text of the user's from left to right and builds an
-expression on a stack of open groups, so that a thousand open brackets are a refusal and not the end of Python's own stack.
+Names. An *expression* is one of six things: `Byte` (a set of bytes, as a mask), `Cat` (one after the other), `Or`, `Repeat` (with its
+counts: a{1,100000} is one node, nothing is unrolled), `But` (any text but some words) and `Ref` (a rule, by name). *Rules* are named
+expressions and a start. *Ranges* are sets of code points: sorted pairs (first, last), merged. A `Parser` reads a text of the user's from
+left to right and builds an expression on a stack of open groups, so that a thousand open brackets are a refusal and not the end of Python's
+own stack.
 
 Invariants. `chars` spells a set so that alternatives begin with different bytes, and equal sets get the same object: the automaton
 interns what it has seen. Surrogates are no characters, so no expression spells one. `cat`, `alt` and `repeat` keep small: no Cat
@@ -63,7 +64,8 @@ class Tree:
         """As Python's own."""
         found = getattr(self, "_hash", None)
         if found is None:
-            found = hash((type(self), self.item, self.low, self.high) if type(self) is Repeat else (type(self), self.parts))
+            found = hash((Repeat, self.item, self.low, self.high) if type(self) is Repeat else (But, self.item, self.words) if type(self) is But else
+                         (type(self), self.parts))
             self._hash = found
         return found
 
@@ -91,12 +93,21 @@ class Repeat(Tree):
     __hash__ = Tree.hash
 
 
+@dataclass(slots=True)
+class But(Tree):
+    """Any number of the item, which needs no stack, but none of the words, ascending: each is spelled in one way, by bytes that are an item
+    themselves. Of a thousand words it is one object: what may follow their beginnings is found when a text gets there (nodes.py)."""
+    item: Expr
+    words: tuple[bytes, ...]
+    __hash__ = Tree.hash
+
+
 class Ref(NamedTuple):
     """A rule of the grammar, by name."""
     name: str
 
 
-Expr = Byte | Cat | Or | Repeat | Ref
+Expr = Byte | Cat | Or | Repeat | But | Ref
 EMPTY, NEVER = Cat(()), Or(())
 NESTED = frozenset((Cat, Or))  # kinds that `cat` looks into
 BYTES = [Byte(1 << b) for b in range(256)]
@@ -502,6 +513,8 @@ def show(expr: Expr) -> str:
         count = f"{expr.low}" if expr.low == expr.high else f"{expr.low},{'' if expr.high is None else expr.high}"
         item = show(expr.item)
         return (f"({item})" if isinstance(expr.item, (Cat, Repeat)) else item) + marks.get((expr.low, expr.high), f"{{{count}}}")
+    if isinstance(expr, But):
+        return f"(any {show(expr.item)}, but {' '.join(map(ascii, expr.words))})"
     if isinstance(expr, Cat):
         return "".join(map(show, expr.parts)) or "()"
     return f"({'|'.join(map(show, expr.parts))})" if expr.parts else "(nothing)"

@@ -6,7 +6,7 @@ where its next part begins until that is complete; what completes without a byte
 (Aycock and Horspool 2002). So left recursion, empty rules and ambiguity need no care, and a repeat is never unrolled.
 """
 
-from nano_sgl.schema import Byte, Cat, Expr, Or, Ref, Repeat, Rules
+from nano_sgl.rules import BYTES, EMPTY, But, Byte, Cat, Expr, Or, Ref, Repeat, Rules
 
 
 class Column:
@@ -22,6 +22,18 @@ class Column:
         if item not in self.items:
             self.items.add(item)
             self.fresh.append(item)
+
+
+def opened(expr: But) -> Or:
+    """The same by what comes first: nothing, an item that no word begins with, or the first byte of some words."""
+    tails: dict[int, list[bytes]] = {}
+    for word in expr.words:
+        if word:
+            tails.setdefault(word[0], []).append(word[1:])
+    rest, mask = Repeat(expr.item, 0, None), sum(1 << head for head in tails)
+    items = [Byte(item.mask & ~mask) if isinstance(item, Byte) else item for item in (expr.item.parts if isinstance(expr.item, Or) else (expr.item,))]
+    return Or((*[EMPTY] * (b"" not in expr.words), *(Cat((item, rest)) for item in items if item != Byte(0)),
+               *(Cat((BYTES[head], But(expr.item, tuple(some)))) for head, some in tails.items())))
 
 
 class Recogniser:
@@ -80,6 +92,8 @@ class Recogniser:
             return expr.parts[dot:dot + 1]
         if dot:
             return ()
+        if isinstance(expr, But):
+            return opened(expr).parts
         return expr.parts if isinstance(expr, Or) else (self.rules[expr.name],) if isinstance(expr, Ref) else (expr,)
 
     def advance(self, item: tuple[int, int, int], since: int, here: int) -> None:

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from nano_sgl import automaton, grammar, native, nodes, readings, tables, waves, weights
 from nano_sgl.grammar import INDEX, Grammar
-from nano_sgl.rules import EMPTY, NEVER, Byte, Cat, Expr, GrammarError, Or, Ref, Repeat, Rules
+from nano_sgl.rules import EMPTY, NEVER, But, Byte, Cat, Expr, GrammarError, Or, Ref, Repeat, Rules
 from nano_sgl.tables import MORE
 from nano_sgl.vocab import Vocab
 
@@ -82,8 +82,8 @@ def productive(rules: Rules) -> tuple[Rules, bool]:
     def ends(expr: Expr) -> bool:
         if isinstance(expr, Repeat):
             return expr.low == 0 or ends(expr.item)
-        if isinstance(expr, (Byte, Ref)):
-            return isinstance(expr, Byte) or expr.name in useful
+        if isinstance(expr, (Byte, But, Ref)):
+            return not isinstance(expr, Ref) or expr.name in useful
         return (all if isinstance(expr, Cat) else any)(map(ends, expr.parts))
 
     def cut(expr: Expr) -> Expr:
@@ -186,6 +186,8 @@ HARD = {
     "open counts": {"S": Cat((Repeat(CHAR, 3, None), c, Repeat(byte("ab"), 4, None)))},
     "two open counts at once": {"S": Or((Cat((Repeat(CHAR, 3, None), c)), Cat((Repeat(byte("ab"), 5, None), b)), Repeat(CHAR, 0, 2)))},
     "open counts in counts": {"S": Repeat(Cat((Repeat(CHAR, 3, None), Repeat(c, 0, 1))), 2, None)},
+    "any text but words": {"S": Cat((a, But(Or((byte("ab"), Cat((c, Repeat(b, 0, 1), a)))), (b"", b"a", b"abba", b"abbb", b"b")), c, Ref("T"))),
+                           "T": Or((But(byte("abc"), (b"ab", b"abc")), Cat((c, But(CHAR, (b"ab", b"b"))))))},
     "few in front of many": {"S": Cat((Repeat(CHAR, 2, 5), Repeat(byte("ab"), 3, 3), Repeat(CHAR, 0, None), c))},
     "behind a count": {"S": Or((c, Cat((Repeat(byte("ab"), 2, 10), S, c))))},
 }

@@ -11,12 +11,12 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from earley import accepts
+from earley import accepts, opened
 
 from nano_sgl.grammar import compile_rules
 from nano_sgl.json_document import Part
 from nano_sgl.json_schema import Compiler, json_schema_rules
-from nano_sgl.rules import Byte, Cat, GrammarError, Or, Ref, Repeat, time_limit, repeat
+from nano_sgl.rules import But, Byte, Cat, GrammarError, Or, Ref, Repeat, time_limit, repeat
 from nano_sgl.vocab import Vocab
 
 CASES = Path(os.environ.get("NANO_SGL_CASES", "nowhere")) / "json.jsonl"
@@ -257,6 +257,8 @@ def draw(rules, expr, rng, left):
         return bytes([rng.choice([b for b in range(256) if expr.mask >> b & 1])])
     if isinstance(expr, Ref):
         return draw(rules, rules[expr.name], rng, left)
+    if isinstance(expr, But):
+        return draw(rules, opened(expr), rng, left)
     if isinstance(expr, Or):
         return draw(rules, rng.choice(expr.parts), rng, left) if expr.parts else None
     if isinstance(expr, Repeat):
