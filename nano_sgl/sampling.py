@@ -397,7 +397,10 @@ class SamplingState:
         return counts if branch is None else counts.scatter_add_(1, branch.tokens[block], branch.real[block])
 
     def _blocks(self, index: np.ndarray) -> list[HostIndex]:
-        return [_index(index[i:i + self.block_rows]) for i in range(0, len(index), self.block_rows)]
+        whole, size = _index(index) if len(index) else slice(0), self.block_rows
+        if isinstance(whole, slice):
+            return [slice(i, min(i + size, whole.stop)) for i in range(whole.start or 0, whole.stop, size)]
+        return [_index(index[i:i + size]) for i in range(0, len(index), size)]
 
     def _slices(self, index: np.ndarray) -> list[HostIndex]:
         """Of rows that are only read: none is copied, where they lie in a few runs."""

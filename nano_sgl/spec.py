@@ -662,7 +662,9 @@ class Speculation:
         sizes = counts + 1
         row = np.repeat(np.arange(len(reqs)), sizes)
         node = np.arange(len(row)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
-        made = [self.proposals.get(req, ([], [], [])) if count else ([], [], []) for req, count in zip(reqs, counts.tolist())] if self.proposals else []
+        made = []
+        if self.proposals:
+            made = [self.proposals.get(req, ([], [], [])) if count else ([], [], []) for req, count in zip(reqs, counts.tolist())]
         wide = max((len(tokens) for tokens, _, _ in made), default=0)
         packed = [np.repeat(last - counts, sizes) + node, row, node, counts, limits]
         if wide:
