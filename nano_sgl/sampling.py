@@ -109,6 +109,17 @@ class Mask:
     ready: Tensor                       # [N] fp32: 0 where it is not known yet what may come, and what is drawn counts for nothing; else 1
 
 
+class Ask(NamedTuple):
+    """What one request asks for, whatever a step is like."""
+
+    work: Work
+    penalised: bool                  # with any penalty
+    repetition: bool                 # with a repetition penalty
+    wanted: bool                     # logprobs are
+    most: int                        # and so many top entries
+    bias: tuple[int, np.ndarray, np.ndarray, np.ndarray] | None     # prompt length, tokens, values, until
+
+
 @dataclass(frozen=True)
 class Members:
     """The n rows of a batch by what they ask for, whatever a step is like: valid while its membership does not change."""
@@ -237,20 +248,26 @@ class SamplingState:
                 self.in_prompt = torch.zeros(self.max_rows, self.vocab_size, device=self.device)
             self.in_prompt[row].zero_().index_fill_(0, self._upload(np.unique(np.asarray(prompt_ids, dtype=np.int64))), 1)
 
-    def members(self, members: Sequence[tuple[int, SamplingParams, int]], end_ids: Sequence[int] = ()) -> Members:
-        """What rows (request row, params, prompt length in tokens) ask for in every step. end_ids: what `min_tokens` holds back."""
-        works = [work_of(params, self.vocab_size) for _, params, _ in members]
-        kinds = sorted(set(works))
-        flags = np.array([(_penalised(params), params.repetition_penalty != 1, params.logprobs is not None) for _, params, _ in members], bool)
-        biased = {i: (prompt_len, *bias) for i, (_, params, prompt_len) in enumerate(members) if (bias := _bias_of(params, end_ids)) is not None}
-        return Members(np.array([row for row, _, _ in members], np.int64), kinds, np.array([kinds.index(work) for work in works], np.int64),
-                       *(flag if flag.any() else None for flag in flags.reshape(-1, 3).T),
-                       max((params.logprobs or 0 for _, params, _ in members), default=0), biased)
+    def ask(self, params: SamplingParams, prompt_len: int, end_ids: Sequence[int] = ()) -> Ask:
+        """What one request asks for in every step. end_ids: what `min_tokens` holds back."""
+        bias = _bias_of(params, end_ids)
+        return Ask(work_of(params, self.vocab_size), _penalised(params), params.repetition_penalty != 1, params.logprobs is not None,
+                   params.logprobs or 0, None if bias is None else (prompt_len, *bias))
+
+    @staticmethod
+    def members(rows: Sequence[int], asks: Sequence[Ask]) -> Members:
+        """Request rows with what they ask for."""
+        kinds = sorted({ask.work for ask in asks})
+        numbers = {work: i for i, work in enumerate(kinds)}
+        flag = lambda which: np.array([ask[which] for ask in asks], bool) if any(ask[which] for ask in asks) else None
+        return Members(np.array(rows, np.int64), kinds, np.array([numbers[ask.work] for ask in asks], np.int64), flag(1), flag(2), flag(3),
+                       max((ask.most for ask in asks), default=0), {i: ask.bias for i, ask in enumerate(asks) if ask.bias is not None})
 
     def sort(self, members: Sequence[tuple[int, SamplingParams, int]], counts: Sequence[int] | None = None, end_ids: Sequence[int] = (),
              settled: Mapping[int, int] = MappingProxyType({}), width: int = 0) -> Sorted:
-        """`members` and `spread` in one."""
-        return self.spread(self.members(members, end_ids), [1] * len(members) if counts is None else counts, settled, width)
+        """`spread` of rows (request row, params, prompt length in tokens)."""
+        asks = [self.ask(params, prompt_len, end_ids) for _, params, prompt_len in members]
+        return self.spread(self.members([row for row, _, _ in members], asks), counts or [1] * len(members), settled, width)
 
     def spread(self, members: Members, counts: Sequence[int], settled: Mapping[int, int] = MappingProxyType({}), width: int = 0) -> Sorted:
         """Sort out the work of a step in which rows sample, at `counts` batch rows each. Pure host work, in any thread.
