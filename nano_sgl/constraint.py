@@ -83,24 +83,29 @@ class Constraint:
         """Its next tokens are these: how far they are the chain of its state, which not all models write as the tokenizer does."""
         tables, index = self.grammar.tables, self.state & INDEX
         if chain := tables.chain_of.get(index):
+            if index not in tables.habits and chain[:len(tokens)] == tokens[:len(chain)]:
+                return                                                      # as ever
             rates = tables.habits.setdefault(index, [1.0] * len(chain))     # of each token where those before it have come
             for i, (guess, token) in enumerate(zip(chain, tokens)):
                 rates[i] += ((guess == token) - rates[i]) * LEARN
                 if guess != token:
                     break
 
-    def _likely(self, least: float) -> int:
-        """How many tokens of its state's chain come with a probability of `least`."""
-        tables, index = self.grammar.tables, self.state & INDEX
-        chain, rates = tables.chain_of.get(index, ()), tables.habits.get(index)
-        return len(chain) if rates is None else sum(chance >= least for chance in itertools.accumulate(rates, operator.mul))
+    @staticmethod
+    def _likely(rates: list[float], least: float) -> int:
+        """How many tokens of a chain come with a probability of `least`."""
+        return sum(chance >= least for chance in itertools.accumulate(rates, operator.mul))
 
     def forced(self, in_flight: bool, rows: int) -> int:
         """How many tokens are forced behind its state, as far as guessing them pays off in a step of so many rows. in_flight: behind the state
         that it will have after a step that nobody knows yet: what that leaves of them, or as many as ever, where it comes to forced text every few
         steps."""
-        here = self._likely(min(rows / ROWS, FOLLOWS))
-        self.longest = max(self.longest, here)
+        tables, index = self.grammar.tables, self.state & INDEX
+        here = len(tables.chain_of.get(index, ()))
+        if here and index in tables.habits:
+            here = self._likely(tables.habits[index], min(rows / ROWS, FOLLOWS))
+        if here > self.longest:
+            self.longest = here
         if not in_flight:
             return here
         self.often += (bool(here) - self.often) * FADE
@@ -281,17 +286,22 @@ class Constraints:
              pads: tuple[int, int] | None = None) -> list[SortedGroup]:
         """The rows that sample, (constraint, places at which it samples) each, sorted by tables. settled: places that need no mask. pads: a row and a
         place of padding, which groups are filled up with to lengths that many have."""
-        by_tables: dict[int, tuple[Grammar, list[int], list[int]]] = {}
-        first = 0
-        for i, (constraint, count) in enumerate(members):
-            if constraint is not None:
-                _, at, places = by_tables.setdefault(id(constraint.grammar.tables), (constraint.grammar, [], []))
-                at.append(i)
-                places += (place for place in range(first, first + count) if place not in settled)
-            first += count
-        fill = lambda ids, pad: np.array(ids + [pad] * (sampling.pow2(len(ids)) - len(ids) if pads and ids else 0), np.int64)
-        return [SortedGroup(grammar.tables, fill(at, pads and pads[0]), None if len(places) == first else fill(places, pads and pads[1]))
-                for grammar, at, places in by_tables.values()]
+        every = [None if constraint is None else constraint.grammar.tables for constraint, _ in members]
+        counts = np.array([count for _, count in members], np.int64)
+        of, made = np.array([id(tables) for tables in every], np.int64), []
+        for tables in dict.fromkeys(every):
+            if tables is None:
+                continue
+            at = (of == id(tables)).nonzero()[0]
+            if len(at) == len(members) and not settled:         # most steps of which any row has a grammar
+                made.append((tables, at, None))
+                continue
+            masked = np.repeat(of == id(tables), counts)
+            masked[list(settled)] = False
+            made.append((tables, at, None if masked.all() else masked.nonzero()[0]))
+        pad = lambda ids, by: np.append(ids, [by] * (sampling.pow2(len(ids)) - len(ids))) if pads and len(ids) else ids
+        return [SortedGroup(tables, pad(at, pads and pads[0]), None if places is None else pad(places, pads and pads[1]))
+                for tables, at, places in made]
 
     def bring(self, groups: Sequence[SortedGroup]) -> list[DeviceTables]:
         """The copies of their tables, up to date: in the order of the stream."""
@@ -329,10 +339,12 @@ class Constraints:
         if state == DEAD:
             return None
         is_new = state != constraint.state
-        constraint.come_to(state)
-        if is_new and self.jump:
+        if is_new:
+            constraint.come_to(state)
+        tables, index = constraint.grammar.tables, state & INDEX
+        if is_new and self.jump and index not in tables.chain_of:
             self.compiler.jump(constraint.grammar, state)
-        if constraint.has_row:
+        if tables.rows[index] is not None:
             if is_new and self.prefetches:
                 self.compiler.prefetch(constraint.grammar, state, self.prefetches)
             return None

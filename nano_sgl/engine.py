@@ -76,7 +76,7 @@ log = logging.getLogger("nano_sgl")
 CPU_POOL_TOKENS = 65_536
 NOT_FINITE = "the model's logits are not finite numbers (NaN or infinity)"
 SLOW_PATTERN = "stop_regex took too long to search the output"
-NOTHING = ([], None, False, []), None, (DEAD, False)  # of a row that samples nothing
+NOTHING = ([], None, False, []), (DEAD, False), 0        # of a row that samples nothing
 PREFETCHES = 4              # grammar rows that are built ahead of each new state, for a GPU
 IDLE_S = 0.005              # a step waits so long for grammars where there is nothing else to do
 
@@ -90,6 +90,7 @@ class Stream:
     prompt_logprobs: list[Logprob] | None = None
     record: spec.Record = field(default_factory=spec.Record)  # of the guesses at its text
     constraint: Constraint | None = None      # where its grammar stands
+    passes: bool = False                      # what a step adds goes out at once, as it is: it is streamed, and there are no logprobs
     rewrites: bool = False                    # ids may change until the end: jump_forward retokenize
     rewritten: list[int] | None = None        # what they are then; the scheduler is told so once no step holds the request
     since: int = 0                            # results of earlier steps are about other ids
@@ -169,6 +170,7 @@ class Engine:
                              context_len=self.context_len, page_size=config.page_size, end_ids=self.end_ids,
                              rejects=config.speculative_acceptance == "rejection", graphs=self._graphs())
         self._outbox: list[Chunk] = []
+        self._planned: tuple[list[Req], list[Constraint | None]] = [], []   # a step's requests and their grammars; most steps have those of the last
         self._rewriting: list[Stream] = []
         overlap = not (on_cpu if config.disable_overlap_schedule is None else config.disable_overlap_schedule)
         self.depth = int(overlap)  # steps in flight while the next is planned; at most `scheduler.reserve`
@@ -301,9 +303,10 @@ class Engine:
             params = msgspec.structs.replace(params, ignore_eos=False, stop_token_ids=None)
         if params.prompt_logprobs is not None:
             prompt_logprobs = [Logprob(ids[0], None)] if params.logprob_start_len == 0 else []
+        rewrites = grammar is not None and self.config.jump_forward == "retokenize"
+        passes = request.stream and not rewrites and params.logprobs is None and prompt_logprobs is None
         self.streams[request.rid] = Stream(req, TextStream(self.tokenizer, params, self.end_ids, req.max_new), Chunk(rid=request.rid),
-                                           prompt_logprobs, constraint=constraint,
-                                           rewrites=grammar is not None and self.config.jump_forward == "retokenize")
+                                           prompt_logprobs, constraint=constraint, passes=passes, rewrites=rewrites)
 
     def _queue_compiled(self) -> None:
         """Requests whose grammars are there join the queue; who has waited in vain is told."""
@@ -366,9 +369,9 @@ class Engine:
         if self.speculation is None or not self.speculation.drafters and not self.constraints.used:
             return {}
         reqs, in_flight = [req for req in self.scheduler.running if req.decodes], bool(self.flights)
-        streams = [self.streams[req.rid] for req in reqs]
-        forced = [one.constraint.forced(req.in_flight > 0, len(reqs)) if one.constraint and self.constraints.jump else 0
-                  for req, one in zip(reqs, streams)]
+        streams, forced, count = [self.streams[req.rid] for req in reqs], [0] * len(reqs), len(reqs)
+        if self.constraints.used and self.constraints.jump:
+            forced = [one.constraint.forced(req.in_flight > 0, count) if one.constraint is not None else 0 for req, one in zip(reqs, streams)]
         return self.speculation.choose(reqs, [one.record for one in streams], forced, self.scheduler.tree, in_flight)
 
     def _end_late_requests(self) -> None:
@@ -391,13 +394,18 @@ class Engine:
         """The host's part of a step, while the steps before it run: integers of the batch, no value of the device."""
         if batch.again:     # nobody has a grammar, or begins
             return self.runner.plan(batch, [None] * len(batch.reqs), [])
-        picked = np.flatnonzero(batch.samples)
-        constraints = [self.streams[batch.reqs[i].rid].constraint for i in picked]
+        if batch.reqs is not self._planned[0]:
+            self._planned = batch.reqs, [self.streams[req.rid].constraint for req in batch.reqs]
+        picked, constraints = None, self._planned[1]
+        if not batch.samples.all():
+            picked = batch.samples.nonzero()[0]
+            constraints = [constraints[i] for i in picked.tolist()]
         begun = [(req.row, one.state, one.leave_at) for req in batch.started if (one := self.streams[req.rid].constraint)]
         plan = self.runner.plan(batch, constraints, begun)
-        for one, count in zip(constraints, batch.draft_lens[picked].tolist()):
-            if one is not None:
-                one.drafted = count
+        if self.constraints.used:
+            for one, count in zip(constraints, (batch.draft_lens if picked is None else batch.draft_lens[picked]).tolist()):
+                if one is not None:
+                    one.drafted = count
         return plan
 
     # ----------------------------------------------------------------------------------------------------------------------- process
@@ -433,13 +441,15 @@ class Engine:
         """The results of a step reach the host: text and stop conditions here, memory in the scheduler. What goes wrong with one request ends
         that request alone."""
         walked = itertools.repeat((DEAD, False)) if results.walked is None else zip(results.walked.states.tolist(), results.walked.missed.tolist())
-        of_sampling = zip(by_row(batch, results), self._outcomes(results), walked)
+        of_rows = of_sampling = zip(by_row(batch, results), walked, itertools.count())
+        if not batch.samples.all():
+            of_rows = (next(of_sampling) if samples else NOTHING for samples in batch.samples.tolist())
         self._take_prompt_logprobs(results.prompt)
-        tokens, finished, spoiled, paths = [], [], [], []
-        for req, samples, complete in zip(batch.reqs, batch.samples.tolist(), batch.complete.tolist()):
-            (new, logprobs, bad, path), outcome, (state, missed) = next(of_sampling) if samples else NOTHING
+        tokens, finished, spoiled, paths, made, ended = [], [], [], [], [], []
+        for req, samples, complete, of_row in zip(batch.reqs, batch.samples.tolist(), batch.complete.tolist(), of_rows):
+            (new, logprobs, bad, path), (state, missed), nth = of_row
             stream = self.streams.get(req.rid)
-            kept, reason, error = 0, None, None
+            kept, reason, error, chunk = 0, None, None, None
             if stream is None or stream.req is not req:
                 reason = "gone"  # ended since the launch: what the step sampled for it is dropped
             elif batch.step < stream.since:
@@ -447,19 +457,16 @@ class Engine:
                 stream.record.dropped += 1
             elif samples and stream.ending and not missed:
                 reason = stream.ending
-            elif samples and len(new) == 1 and (chunk := self._pass_on(stream, new, bad, logprobs, outcome)) is not None:
-                self._outbox.append(chunk)
-                tokens.append(new)
-                finished.append(False)
-                paths.append(path)
-                continue
             elif samples:
-                kept, reason, error = self._advance(stream, new, logprobs)
+                if stream.passes and new and not bad and (text := stream.text.pass_on(new)) is not None:
+                    chunk, kept = Chunk(rid=req.rid, text=text, output_ids=new, cached_tokens=req.cached_tokens or 0), len(new)
+                else:
+                    kept, reason, error = self._advance(stream, new, logprobs)
                 if stream.constraint is not None:
                     self.constraints.tokens += kept
-                    stream.constraint.watch(new[:kept])
-                if outcome is not None and kept:
-                    self.speculation.learn(stream.record, outcome, new, kept, first=not req.output_ids)
+                    stream.constraint.watch(new if kept == len(new) else new[:kept])
+                if kept:
+                    made.append((nth, stream.record, new, kept, not req.output_ids))
                 if bad and not reason:
                     reason, error = self.constraints.stuck(stream.constraint, req.request, stream.text.count, new)
                     if reason is None:
@@ -471,13 +478,20 @@ class Engine:
                         reason, error = self._jump(stream)
             elif complete and req.max_new == 0:
                 reason = "length"
-            if reason and reason != "gone":
-                self._close(stream, reason, error)
-            elif kept and req.request.stream:
+            if chunk is not None:
+                self._outbox.append(chunk)
+            if reason:
+                if reason != "gone":
+                    ended.append((stream, reason, error))
+            elif kept and chunk is None and req.request.stream:
                 self._outbox.append(self._take(stream))
             tokens.append(new if kept == len(new) else new[:kept])
             finished.append(reason is not None)
             paths.append(path)
+        if len(results.marks) > 1:
+            self._learn(results, made)
+        for stream, reason, error in ended:
+            self._close(stream, reason, error)
         self.scheduler.commit(batch, tokens, finished, spoiled, paths)
 
     def _take_prompt_logprobs(self, pieces: list[PromptPiece]) -> None:
@@ -488,20 +502,19 @@ class Engine:
                 into = stream.prompt_logprobs if piece.position < piece.req.prompt_len else stream.unsent.logprobs
                 into += logprobs_of(ids, piece.logprobs, piece.top_ids, piece.top_logprobs)
 
-    def _outcomes(self, results: Results) -> Iterator[spec.Outcome | None]:
-        """Per sampling row of a step, what became of its guesses, and which there are for the next."""
-        if len(results.marks) == 1:
-            return itertools.repeat(None)
+    def _learn(self, results: Results, made: list[tuple[int, spec.Record, list[int], int, bool]]) -> None:
+        """What became of a step's guesses, and which there are for the next. made: see `Speculation.learn`."""
         began, drafting, drafted = results.marks
         seconds = (lambda a, b: b - a) if self.device == "cpu" else (lambda a, b: a.elapsed_time(b) / 1000)
-        return self.speculation.outcomes(results.judged, results.next, seconds(drafting, drafted), seconds(began, drafting))
+        self.speculation.learn(made, results.judged, results.next, seconds(drafting, drafted), seconds(began, drafting))
 
     def _follow(self, stream: Stream, state: int, missed: bool) -> tuple[str | None, RequestError | None]:
         """A request with a grammar has got new tokens, or none because a row was missing: (finish reason, error)."""
-        error = self.constraints.learn(stream.req.rid, stream.constraint, state, missed)
-        if missed or stream.req.sits_out:
-            self.scheduler.sit_out(stream.req.rid, stream.req.rid in self.constraints.held)
-        return ("error", refusal(stream.req.request, error)) if error is not None else (None, None)
+        req = stream.req
+        error = self.constraints.learn(req.rid, stream.constraint, state, missed)
+        if missed or req.sits_out:
+            self.scheduler.sit_out(req.rid, req.rid in self.constraints.held)
+        return (None, None) if error is None else ("error", refusal(req.request, error))
 
     def _jump(self, stream: Stream) -> tuple[str | None, RequestError | None]:
         """Append the text that a grammar forces behind a request's output: (finish reason, error)."""
@@ -555,19 +568,13 @@ class Engine:
         self._rewriting = late
 
     @staticmethod
-    def _pass_on(stream: Stream, tokens: list[int], bad: bool, logprobs: list[Logprob] | None, outcome: spec.Outcome | None) -> Chunk | None:
-        """`_advance` and `_take` in one, of a row like most: its next token is text of its own, and streamed. None, and nothing done, for others."""
-        req = stream.req
-        if bad or outcome is not None or logprobs is not None or stream.constraint is not None or not req.request.stream or stream.rewrites \
-                or stream.unsent.output_ids or stream.prompt_logprobs is not None or (text := stream.text.pass_on(tokens[0])) is None:
-            return None
-        return Chunk(rid=stream.unsent.rid, text=text, output_ids=tokens, cached_tokens=req.cached_tokens or 0)
-
-    @staticmethod
     def _advance(stream: Stream, tokens: list[int], logprobs: list[Logprob] | None) -> tuple[int, str | None, RequestError | str | None]:
         """Feed a request the tokens of one step, up to the one that ends it: (how many, finish reason, error)."""
         reason, error, kept = None, None, 0
-        for token in tokens:
+        whole = stream.text.push_whole(tokens) is not None
+        if whole:
+            kept = len(tokens)
+        for token in () if whole else tokens:
             kept += 1
             try:
                 reason = stream.text.push(token)

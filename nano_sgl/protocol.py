@@ -558,6 +558,8 @@ def _verify_ids(name: str, ids: object, vocab_size: int) -> None:
         return
     if not isinstance(ids, (list, tuple)):
         raise refusal(name, ids, "a list of token ids")
+    if not ids or {*map(type, ids)} == {int} and min(ids) >= 0 and max(ids) < vocab_size:
+        return
     for token_id in ids:
         if type(token_id) is not int or not 0 <= token_id < vocab_size:
             raise refusal(name, token_id, f"token ids, integers in [0, {vocab_size - 1}]")

@@ -95,7 +95,7 @@ class Req:
     @property
     def decodes(self) -> bool:
         """Whether its next step computes the last known token alone, and guesses at what follows."""
-        return self.computed_len + 1 == self.known_len + self.pending < self.end_len and self.place is None and not self.leaving and not self.sits_out
+        return self.computed_len + 1 == self.known_len + self.pending < self.end_len and self.place is None and not (self.leaving or self.sits_out)
 
     def ids(self) -> np.ndarray:
         """All known ids. [known_len] int32."""

@@ -85,9 +85,9 @@ def by_row(batch: Batch, results: Results) -> Iterator[tuple[list[int], list[Log
     at, lens, paths = np.arange(len(tokens)), np.ones(len(tokens), np.int64), itertools.repeat([])  # the places of each row's tokens, how many
     if judged is not None:
         order, lens, sizes = judged.order.numpy(), judged.counts.numpy() + 1, batch.draft_lens[batch.samples] + 1
-        nodes = order[np.arange(order.shape[1]) < lens[:, None]]
-        at = nodes + np.repeat(np.cumsum(sizes) - sizes, lens)
-        paths = [path[1:] for path in _split(nodes, lens)]
+        taken = np.arange(order.shape[1]) < lens[:, None]
+        at = order[taken] + np.repeat(np.cumsum(sizes) - sizes, lens)
+        paths = _split(order[:, 1:][taken[:, 1:]], lens - 1)
     if results.walked is not None and (missed := results.walked.missed.numpy()).any():
         at, lens = at[~np.repeat(missed, lens)], np.where(missed, 0, lens)
     good = lens

@@ -113,6 +113,8 @@ class Runner:
         self._laid: Layout | None = None
         self._kept: Plan | None = None     # the last one, and for how many steps that are the same a token later it serves, too
         self._kept_for = 0
+        self._asks: dict[int, sampling.Ask] = {}   # by id, of the requests in `_members`
+        self._members: tuple[tuple, sampling.Members] | None = None
         self._sorted: tuple[tuple, tuple[tuple, sampling.Sorted, list[SortedGroup]]] | None = None
 
     # ---- on the host, while the steps before it run
@@ -181,7 +183,7 @@ class Runner:
     @staticmethod
     def _few(reqs: Sequence, constraints: Sequence[Constraint | None], counts: Sequence[int]) -> tuple[list[np.ndarray], dict[int, int]]:
         """As `sort_places`, of rows whose state is known and whose logits are for nothing else."""
-        if not any(constraints):
+        if not any(constraints) or all(req.in_flight != 1 for req in reqs):
             return [], {}
         return sort_places([one.few(n) if one and req.in_flight == 1 and req.params.logprobs is None and req.params.min_tokens == 0 else ()
                             for one, req, n in zip(constraints, reqs, counts)], counts)
@@ -194,8 +196,11 @@ class Runner:
         key = (reqs, rows, counts, settled, padded, grammars)      # a request id may come back with other parameters
         if self._sorted is not None and self._sorted[0] == key:
             return self._sorted[1]
-        members, sizes = [(req.row, req.params, req.prompt_len) for req in reqs], (padded, len(reqs), sum(counts))
-        sort = lambda width: self.sampler.sort(members, counts, self.end_ids, settled, width)
+        if self._members is None or self._members[0] != (reqs, rows):
+            self._asks = {id(req): self._asks.get(id(req)) or self.sampler.ask(req.params, req.prompt_len, self.end_ids) for req in reqs}
+            self._members = (reqs, rows), self.sampler.members(rows, list(self._asks.values()))
+        members, sizes = self._members[1], (padded, len(reqs), sum(counts))
+        sort = lambda width: self.sampler.spread(members, counts, settled, width)
         whole = padded == len(reqs) == sum(counts) == bucket(padded) and len({one and one.grammar.tables for one in constraints}) == 1
         made = sort(padded) if whole else None
         if made is None or padded and not made.is_even:

@@ -109,6 +109,31 @@ class Mask:
     ready: Tensor                       # [N] fp32: 0 where it is not known yet what may come, and what is drawn counts for nothing; else 1
 
 
+class Ask(NamedTuple):
+    """What one request asks for, whatever a step is like."""
+
+    work: Work
+    penalised: bool                  # with any penalty
+    repetition: bool                 # with a repetition penalty
+    wanted: bool                     # logprobs are
+    most: int                        # and so many top entries
+    bias: tuple[int, np.ndarray, np.ndarray, np.ndarray] | None     # prompt length, tokens, values, until
+
+
+@dataclass(frozen=True)
+class Members:
+    """The n rows of a batch by what they ask for, whatever a step is like: valid while its membership does not change."""
+
+    rows: np.ndarray                 # [n] int64, request rows
+    kinds: list[Work]                # all that there are, sorted
+    kind: np.ndarray                 # [n] int64 which of them
+    penalised: np.ndarray | None     # [n] bool: with any penalty; None: nobody
+    repetition: np.ndarray | None    # [n] bool: with a repetition penalty
+    wanted: np.ndarray | None        # [n] bool: with logprobs
+    most: int                        # top entries that any of them wants
+    biased: dict[int, tuple[int, np.ndarray, np.ndarray, np.ndarray]]    # of a row with biases: prompt length, tokens, values, until
+
+
 @dataclass(frozen=True)
 class Sorted:
     """The work of a batch's N rows as the host has sorted it: valid while its membership does not change. Indices are slices or arrays (`HostIndex`);
@@ -223,38 +248,52 @@ class SamplingState:
                 self.in_prompt = torch.zeros(self.max_rows, self.vocab_size, device=self.device)
             self.in_prompt[row].zero_().index_fill_(0, self._upload(np.unique(np.asarray(prompt_ids, dtype=np.int64))), 1)
 
+    def ask(self, params: SamplingParams, prompt_len: int, end_ids: Sequence[int] = ()) -> Ask:
+        """What one request asks for in every step. end_ids: what `min_tokens` holds back."""
+        bias = _bias_of(params, end_ids)
+        return Ask(work_of(params, self.vocab_size), _penalised(params), params.repetition_penalty != 1, params.logprobs is not None,
+                   params.logprobs or 0, None if bias is None else (prompt_len, *bias))
+
+    @staticmethod
+    def members(rows: Sequence[int], asks: Sequence[Ask]) -> Members:
+        """Request rows with what they ask for."""
+        kinds = sorted({ask.work for ask in asks})
+        numbers = {work: i for i, work in enumerate(kinds)}
+        flag = lambda which: np.array([ask[which] for ask in asks], bool) if any(ask[which] for ask in asks) else None
+        return Members(np.array(rows, np.int64), kinds, np.array([numbers[ask.work] for ask in asks], np.int64), flag(1), flag(2), flag(3),
+                       max((ask.most for ask in asks), default=0), {i: ask.bias for i, ask in enumerate(asks) if ask.bias is not None})
+
     def sort(self, members: Sequence[tuple[int, SamplingParams, int]], counts: Sequence[int] | None = None, end_ids: Sequence[int] = (),
              settled: Mapping[int, int] = MappingProxyType({}), width: int = 0) -> Sorted:
-        """Sort out the work of the rows (request row, params, prompt length in tokens) that sample in a step, `counts` batch rows of each (None:
-        one). Pure host work, in any thread.
+        """`spread` of rows (request row, params, prompt length in tokens)."""
+        asks = [self.ask(params, prompt_len, end_ids) for _, params, prompt_len in members]
+        return self.spread(self.members([row for row, _, _ in members], asks), counts or [1] * len(members), settled, width)
 
-        end_ids: what `min_tokens` holds back. settled: batch rows, none with logprobs, where only one token may come: that one. width: rows up to
-        there are padding; then as many batches as can be have the same shape, and there must be such a row but where all rows are one group.
+    def spread(self, members: Members, counts: Sequence[int], settled: Mapping[int, int] = MappingProxyType({}), width: int = 0) -> Sorted:
+        """Sort out the work of a step in which rows sample, at `counts` batch rows each. Pure host work, in any thread.
+
+        settled: batch rows, none with logprobs, where only one token may come: that one. width: rows up to there are padding; then as many batches as
+        can be have the same shape, and there must be such a row but where all rows are one group.
         """
-        groups: dict[Work, list[int]] = {}
-        penalised, repetition, wanted, biased, most, i = [], [], [], [], 0, 0
-        for (row, params, prompt_len), count in zip(members, counts or [1] * len(members)):
-            here, i = range(i, i + count), i + count
-            groups.setdefault(work_of(params, self.vocab_size), []).extend(at for at in here if at not in settled)
-            if _penalised(params):
-                penalised.extend(here)
-                if params.repetition_penalty != 1:
-                    repetition.extend(here)
-            if params.logprobs is not None:
-                wanted.extend(here)
-                most = max(most, params.logprobs)
-            if (bias := _bias_of(params, end_ids)) is not None:
-                biased.extend((at, prompt_len, *bias) for at in here)
+        member = np.repeat(np.arange(len(members.rows)), counts)                        # [N] of each batch row
+        kind, total = members.kind[member], len(member)
+        if settled:
+            kind[list(settled)] = -1
+        groups = [(kind == i).nonzero()[0] for i in range(len(members.kinds))]
         if width and len(groups) == 1:
-            groups = {work: list(range(width)) for work in groups}
-        pad = lambda index: index if not width or len(index) in (0, width) else index + [width - 1] * (pow2(len(index)) - len(index))
-        rows = np.zeros(max(i, width), np.int64)
-        rows[:i] = np.repeat(np.array([row for row, _, _ in members], dtype=np.int64), counts or 1)
-        greedy = self._slices if self.device.type == "cpu" and not width else lambda index: [_index(index)] if index else []
+            groups = [np.arange(width)]
+        of = lambda flag: np.arange(0) if flag is None else flag[member].nonzero()[0]
+        fills = lambda index: width and len(index) not in (0, width)
+        pad = lambda index: np.append(index, [width - 1] * (pow2(len(index)) - len(index))) if fills(index) else index
+        biased = [(at, *bias) for i, bias in members.biased.items() for at in (member == i).nonzero()[0].tolist()]
+        rows = np.zeros(max(total, width), np.int64)
+        rows[:total] = members.rows[member]
+        greedy = self._slices if self.device.type == "cpu" and not width else lambda index: [_index(index)] if len(index) else []
+        wanted = of(members.wanted)
         return Sorted(
-            rows, [(work, (greedy if work.greedy else self._blocks)(pad(index))) for work, index in sorted(groups.items())],
-            penalised=self._blocks(pad(penalised)), repetition=self._blocks(pad(repetition)), bias=_join(biased, width > 0),
-            logprobs=_index(pad(wanted)) if wanted else None, logprobs_k=min(most, self.vocab_size),
+            rows, [(work, (greedy if work.greedy else self._blocks)(pad(index))) for work, index in zip(members.kinds, groups)],
+            penalised=self._blocks(pad(of(members.penalised))), repetition=self._blocks(pad(of(members.repetition))),
+            bias=_join(biased, width > 0), logprobs=_index(pad(wanted)) if len(wanted) else None, logprobs_k=min(members.most, self.vocab_size),
             settled=tuple(np.array([*part], np.int64) for part in (settled.keys(), settled.values())) if settled else None)
 
     def batch(self, *args, **kwargs) -> SamplingBatch:
@@ -374,15 +413,20 @@ class SamplingState:
         counts = self.counts[batch.rows[block]]
         return counts if branch is None else counts.scatter_add_(1, branch.tokens[block], branch.real[block])
 
-    def _blocks(self, index: list[int]) -> list[HostIndex]:
-        return [_index(index[i:i + self.block_rows]) for i in range(0, len(index), self.block_rows)]
+    def _blocks(self, index: np.ndarray) -> list[HostIndex]:
+        whole, size = _index(index) if len(index) else slice(0), self.block_rows
+        if isinstance(whole, slice):
+            return [slice(i, min(i + size, whole.stop)) for i in range(whole.start or 0, whole.stop, size)]
+        return [_index(index[i:i + size]) for i in range(0, len(index), size)]
 
-    def _slices(self, index: list[int]) -> list[HostIndex]:
+    def _slices(self, index: np.ndarray) -> list[HostIndex]:
         """Of rows that are only read: none is copied, where they lie in a few runs."""
-        cuts = [i for i in range(len(index) + 1) if i in (0, len(index)) or index[i] != index[i - 1] + 1]
+        if not len(index):
+            return []
+        cuts = [0, *((index[1:] - index[:-1] != 1).nonzero()[0] + 1).tolist(), len(index)]
         if len(cuts) > MOST_RUNS:
             return [_index(index)]
-        return [slice(index[a], index[b - 1] + 1) for a, b in itertools.pairwise(cuts)]
+        return [slice(int(index[a]), int(index[b - 1]) + 1) for a, b in itertools.pairwise(cuts)]
 
     def _upload(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(self.device, non_blocking=True)
@@ -393,11 +437,11 @@ def pow2(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-def _index(index: list[int]) -> HostIndex:
+def _index(index: np.ndarray) -> HostIndex:
     """Of ascending rows, the last of which may be there several times."""
-    if index[-1] - index[0] == len(index) - 1 and index[-2:-1] != index[-1:]:
-        return slice(index[0], index[-1] + 1)
-    return np.array(index, dtype=np.int64)
+    if index[-1] - index[0] == len(index) - 1 and (len(index) == 1 or index[-2] != index[-1]):
+        return slice(int(index[0]), int(index[-1]) + 1)
+    return index.astype(np.int64, copy=False)
 
 
 def _join(biased: list[tuple[int, int, np.ndarray, np.ndarray, np.ndarray]], padded: bool) -> tuple[np.ndarray, ...] | None:

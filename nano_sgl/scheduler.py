@@ -49,6 +49,7 @@ from .policies import POLICIES
 from .protocol import Request, RequestError, SamplingParams
 from .radix import Match, Node, Tree, common_len
 from .req import Counters, Req
+from .steady import Steady
 from .waiting import Queue
 
 OLDEST_AFTER = 8         # starts that may pass the oldest waiting request over; then it goes first (once a pass would be fcfs where one starts)
@@ -116,8 +117,7 @@ class Scheduler:
         self._full_until = (0, -1)        # admission found no place: look again at this step, or when `_events` has moved on
         self._events = 0
         self._layout = Layout()
-        self._steady: Batch | None = None  # the last step, where those to come are the same a token later:
-        self._steady_for = (0, 0)          # as many of them, while this is what `_events` says
+        self._steady: Steady | None = None  # steps to come, where they are the last one further on, while nothing happens
 
     # ---------------------------------------------------------------------------------------------------------------- requests in, out
 
@@ -198,8 +198,8 @@ class Scheduler:
         request that decodes may have verified; fewer where memory is short, or as many tokens are not asked for."""
         self.step += 1
         self._events += self.holds.expire()
-        if self._steady_for[0] > 0 and self._steady_for[1] == self._events and not draft_lens:
-            return self._again()
+        if self._steady is not None and (batch := self._again(draft_lens)) is not None:
+            return batch
         self._published.clear()
         plan: dict[Req, int] = {}  # request -> tokens
         draft_lens = self._plan_decodes(plan, draft_lens)
@@ -221,7 +221,8 @@ class Scheduler:
         rows = [r for r in self.running if r.decodes]
         if not rows:
             return {}
-        draft_lens = self._shorten({r: min(draft_lens[r], r.end_len - r.seq_len - 1) for r in rows if r in draft_lens}, len(rows))
+        if draft_lens:
+            draft_lens = self._shorten({r: min(draft_lens[r], r.end_len - r.seq_len - 1) for r in rows if r in draft_lens}, len(rows))
         lacking = self._lacking(rows, draft_lens)
         if draft_lens and sum(lacking.values()) > self._free_slots:
             draft_lens, lacking = {}, self._lacking(rows, {})
@@ -242,12 +243,16 @@ class Scheduler:
 
     def _lacking(self, rows: list[Req], draft_lens: Mapping[Req, int]) -> dict[Req, int]:
         """Slots that rows which decode lack, of those who do. Where there are plenty: GROWTH more for all, and then none for as many steps."""
-        needed = {req: req.known_len + self.reserve + req.guessed + draft_lens.get(req, 0) for req in rows}
-        lacking = {req: columns for req, columns in needed.items() if columns > req.own_start + len(req.own)}
-        more = 0
-        if lacking and self._free_slots >= PLENTY * len(rows):
-            lacking, more = needed, GROWTH
-        return {req: missing for req, columns in lacking.items() if (missing := self._missing(req, columns + more))}
+        needed, lacking = {}, []
+        for req in rows:
+            columns = req.known_len + self.reserve + req.guessed + draft_lens.get(req, 0)
+            if columns > req.last_column:
+                columns = min(columns, max(req.last_column, req.known_len))
+            needed[req] = columns
+            if columns > req.own_start + len(req.own):
+                lacking.append(req)
+        more = GROWTH if lacking and self._free_slots >= PLENTY * len(rows) else 0
+        return {req: missing for req in (rows if more else lacking) if (missing := self._missing(req, needed[req] + more))}
 
     def _shorten(self, draft_lens: dict[Req, int], rows: int) -> dict[Req, int]:
         """Guesses take what the rows that decode leave of the budget, and half of it where prompts wait for the rest."""
@@ -408,25 +413,28 @@ class Scheduler:
         return self._count(batch)
 
     def _foresee(self, batch: Batch) -> None:
-        """Note for how many steps to come all rows will decode as in this one, unless something happens: nobody waits, none lacks a slot or ends."""
-        self._steady, self._steady_for = batch, (0, 0)
-        alike = batch.num_tokens == len(batch.reqs) == len(self.running) and not batch.started and batch.samples.all()
-        if alike and not self.waiting and not batch.slack.any() and batch.owed_from.max() < 0 \
-                and not any(req.constrained or req.suspect_until for req in batch.reqs):
-            left = min(min(req.own_start + len(req.own) - req.known_len - self.reserve, req.end_len - req.known_len - req.pending)
-                       for req in batch.reqs)
-            self._steady_for = left, self._events
+        """Note whether the steps to come are this one further on, unless something happens: all rows decode, and nobody waits."""
+        alike = len(batch.reqs) == len(self.running) and not (self.waiting or batch.started) and batch.samples.all()
+        if alike and (batch.q_lens == batch.draft_lens + 1).all() and batch.owed_from.max() < 0 and not any(r.suspect_until for r in batch.reqs):
+            self._steady = Steady(batch, self._events, self.reserve)
 
-    def _again(self) -> Batch:
-        """The last step once more, a token later, where a whole pass would find nothing else."""
-        last, self._steady_for = self._steady, (self._steady_for[0] - 1, self._events)
-        for req in last.reqs:
+    def _again(self, draft_lens: Mapping[Req, int]) -> Batch | None:
+        """The last step once more, further on, where a whole pass would find nothing else."""
+        steady, batch = self._steady, None
+        if steady.events == self._events:
+            batch = steady.further(self.step, draft_lens, max(self.token_budget - len(self.running), 0))
+        if batch is None:
+            self._steady = None
+            return None
+        for req, draft_len in zip(batch.reqs, batch.draft_lens.tolist() if draft_lens else itertools.repeat(0)):
             req.in_flight += 1
-            req.computed_len += 1
-            req.pending += 1
-        self._steady = Batch(self.step, last.reqs, last.rows, last.starts + 1, last.q_lens, last.draft_lens, last.slack, last.limits,
-                             last.store_from, last.complete, last.samples, last.owed_from, [], last.shared, Writes(), again=True)
-        return self._count(self._steady)
+            if req.constrained:
+                req.guessed += draft_len + 1
+            else:
+                req.guessed += draft_len
+                req.computed_len += 1
+                req.pending += 1
+        return self._count(batch)
 
     def _count(self, batch: Batch) -> Batch:
         self.slots.launch(self.step)
@@ -707,32 +715,28 @@ class Scheduler:
         does not stay in the tree. paths: of a row's guesses those that were right, in order; guess i stood i columns behind the last known token."""
         self.slots.commit(batch.step)
         self.rows.commit(batch.step)
+        made = 0
         columns = [batch.samples, batch.draft_lens, batch.starts + batch.q_lens]
         for req, new, done, path, samples, draft_len, end in zip(batch.reqs, tokens, finished, paths or itertools.repeat(()),
                                                                  *(column.tolist() for column in columns)):
             req.in_flight -= 1
-            if batch.again and not done and not req.leaving:    # most of them
-                req.pending -= 1
-                req.output_ids += new
-                req.known_len += len(new)
-                self.counters.output_tokens += len(new)
-                continue
             req.guessed -= draft_len
             if samples and not req.constrained:
                 req.pending -= 1
             elif samples:
                 req.guessed -= 1
                 req.computed_len += bool(new)
-            if req.leaving != "done" and path:
+            if path and req.leaving != "done":
                 self._accept(req, path, draft_len)
             if req.prompt_logprobs_from is not None:
                 owed = max(end + 1, req.prompt_logprobs_from)
                 req.prompt_logprobs_from = owed if owed < req.scored_len else None
             if req.leaving != "done":
-                req.output_ids.extend(new)
+                req.output_ids += new
                 req.known_len += len(new)
-                req.spoiled = req in spoiled
-                self.counters.output_tokens += len(new)
+                made += len(new)
+                if spoiled:
+                    req.spoiled = req in spoiled
                 if done:
                     self._end(req)
                 elif req.suspect_until and end - draft_len + len(path) >= req.suspect_until:
@@ -740,17 +744,16 @@ class Scheduler:
                     req.suspect_until, req.leaving = 0, "queue"  # it is cleared; the next one takes its turn
             if req.leaving and not req.in_flight:
                 self._land(req)
+        self.counters.output_tokens += made
 
     def _accept(self, req: Req, path: Sequence[int], draft_len: int) -> None:
         """The device has put the KV of the right guesses behind that of the last known token: by their slots, where pages are single slots."""
         req.computed_len += len(path)
         if self.page == 1 and path[-1] != len(path):
-            first = req.known_len - req.own_start  # of the guesses' columns
-            taken = set(path)
-            order = [*path, *(node for node in range(1, min(draft_len, len(req.own) - first) + 1) if node not in taken)]
-            req.own = _growing(req.own)
+            req.own, first = _growing(req.own), req.known_len - req.own_start   # of the guesses' columns
+            order = [*path, *[node for node in range(1, min(draft_len, len(req.own) - first) + 1) if node not in path]]
             here = req.own[first:first + len(order)]
-            req.own[first:first + len(order)] = array.array("i", (here[node - 1] for node in order))
+            req.own[first:first + len(order)] = array.array("i", [here[node - 1] for node in order])
 
     def fail(self, batches: list[Batch]) -> list[Req]:
         """The steps in flight, all of them: the first has failed, the others did not run. Take their nodes back and queue their requests again.

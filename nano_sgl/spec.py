@@ -38,7 +38,8 @@ import heapq
 import itertools
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -411,10 +412,7 @@ class CostCurve:
 @dataclass(slots=True)
 class Record:
     """One request's guesses: what became of them, and what is known of those for its next step."""
-    steps: int = 0                  # that verified guesses, or could have
-    proposed: int = 0
-    accepted: int = 0
-    ends: dict[tuple[int, int], int] = field(default_factory=dict)  # (guesses in a row that were judged, that were right) -> steps
+    ends: Counter[tuple[int, int, int]] = field(default_factory=Counter)  # (guesses that were judged, in a row, that were right): steps
     right: float = 0.0              # recent guesses that were right, and that were judged: they fade
     judged: float = 0.0
     ready: int = 0                  # guesses of device drafters for the step after the last one that the host knows
@@ -427,18 +425,29 @@ class Record:
     draft_s: float = 0.0            # seconds that making guesses took,
     verify_s: float = 0.0           # and the steps that verified some
 
-    def add(self, drafted: int, deepest: int, right: int) -> None:
-        """A step more: so many guesses were judged, so many of them could have been right, and so many were."""
-        self.steps += 1
-        self.proposed += drafted
-        self.accepted += right
-        end = (deepest if deepest <= right else right + 1, right)
+    def add(self, drafted: int, deepest: int, right: int) -> tuple[int, int, int]:
+        """A step more: so many guesses were judged, so many of them could have been right, and so many were. Returns its entry in `ends`."""
+        end = drafted, deepest if deepest <= right else right + 1, right
         self.ends[end] = self.ends.get(end, 0) + 1
+        return end
+
+    @property
+    def steps(self) -> int:
+        """That verified guesses, or could have."""
+        return sum(self.ends.values())
+
+    @property
+    def proposed(self) -> int:
+        return sum(drafted * count for (drafted, _, _), count in self.ends.items())
+
+    @property
+    def accepted(self) -> int:
+        return sum(right * count for (_, _, right), count in self.ends.items())
 
     def by_depth(self) -> list[tuple[int, int]]:
         """[d]: steps in which the guess d + 1 tokens ahead was right, and those in which there was one, all before it right."""
-        return [tuple(sum(count for end, count in self.ends.items() if end[which] > depth) for which in (1, 0))
-                for depth in range(max((judged for judged, _ in self.ends), default=0))]
+        return [tuple(sum(count for end, count in self.ends.items() if end[which] > depth) for which in (2, 1))
+                for depth in range(max((judged for _, judged, _ in self.ends), default=0))]
 
     def summary(self) -> dict:
         """What a client is told, under SGLang's names, and accept rates by depth. Lengths count the token that every step makes."""
@@ -556,21 +565,6 @@ class Next:
     grown: Tensor                   # [S] int64  so many tokens of forced text
 
 
-class Outcome(NamedTuple):
-    """Of one row: guesses that were judged, how many of them could have been right, how many of those were forced text; of those for the next step
-    how many there are, the best, their quality, how much forced text stands before them; seconds of the step: of making those, and of the rest where
-    any were judged."""
-    drafted: int
-    deepest: int
-    forced: int
-    found: int
-    first: int
-    quality: int
-    grown: int
-    draft_s: float
-    verify_s: float
-
-
 class Speculation:
     """The drafters of an engine, the guesses of its rows on the device, and how many are drafted.
 
@@ -597,10 +591,9 @@ class Speculation:
         """How many guesses each of the rows may draft in the step to come. forced: tokens that a grammar forces, all of which are drafted; in_flight:
         the host does not know the last step's tokens."""
         self.proposals.clear()
-        found, drafted = [], []
+        found, most = [], self.options.count
         for req, record, first in zip(reqs, records, forced):
             count = record.ready if in_flight or record.grown == first else 0    # else it has become known since that more is forced
-            drafted.append(first)
             if self.host:
                 made = self._propose(req, tree, in_flight)
                 if made[0]:
@@ -608,37 +601,41 @@ class Speculation:
                     count += len(made[0])
                     if not record.ready:
                         record.first, record.quality = made[0][0], 15
-            found.append(min(self.options.count, count) if not in_flight else self.options.count * (count > 0))
+            found.append(count if count < most and not in_flight else most if count else 0)
             record.found = count
-        chosen = found if self.lengths is None else self.lengths.choose(records, found, drafted)
-        return {req: min(count + first, MAX_NODES - 1) for req, count, first in zip(reqs, chosen, drafted) if count + first}
+        chosen = found if self.lengths is None else self.lengths.choose(records, found, forced)
+        return {req: min(count + first, MAX_NODES - 1) for req, count, first in zip(reqs, chosen, forced) if count + first}
 
-    def outcomes(self, judged: Judged | None, coming: Next | None, draft_s: float, rest_s: float) -> Iterator[Outcome]:
-        """A step's results, a row that sampled after the other; of at least one of the two. Seconds of making the guesses for the next, and of all
-        before."""
+    def learn(self, made: Iterable[tuple[int, Record, list[int], int, bool]], judged: Judged | None, coming: Next | None, draft_s: float,
+              rest_s: float) -> None:
+        """A step's results, at least one of the two; seconds of making the guesses for the next, and of all before. made: for rows that sampled their
+        numbers, records, the tokens, all but the last of which were guessed right, how many of them a stop or a limit leaves, at least one, and
+        whether they are the first of the request, so that no drafter has guessed."""
         spent = draft_s, rest_s if judged is not None else 0.0
         self.total.draft_s, self.total.verify_s = self.total.draft_s + spent[0], self.total.verify_s + spent[1]
-        ours = (0, 0, 0) if judged is None else (judged.drafted, judged.deepest, judged.forced)
-        theirs = (0, -1, 0, 0) if coming is None else (coming.found, coming.first, coming.quality, coming.grown)
-        return map(Outcome, *(part.tolist() if isinstance(part, Tensor) else itertools.repeat(part) for part in (*ours, *theirs, *spent)))
-
-    def learn(self, record: Record, outcome: Outcome, tokens: Sequence[int], kept: int, first: bool) -> None:
-        """A row has sampled `tokens`, all but the last of which were guessed right; a stop or a limit leaves `kept` of them. first: they are the
-        first of the request, so no drafter has guessed."""
-        drafted, deepest, forced, found, best, quality, grown, draft_s, verify_s = outcome
-        judged, deepest = kept > forced, deepest if kept == len(tokens) else kept - 1  # else what was guessed behind forced text had no chance
-        forced = forced if judged else kept - 1
-        if self.lengths is not None and judged:
-            self.lengths.learn(record, deepest - forced, tokens[forced:kept])
-        record.grown, record.first, record.quality = grown, best, min(max(quality, 0), MAX_QUALITY)
-        record.ready = record.found = found
-        record.draft_s += draft_s
-        record.verify_s += verify_s
-        record.forced += forced
-        self.total.forced += forced
-        if judged and not first:
-            for counted in (record, self.total):
-                counted.add(drafted - forced, deepest - forced, kept - 1 - forced)
+        parts = () if judged is None else (judged.drafted, judged.deepest, judged.forced)
+        ours = list(zip(*(part.tolist() for part in parts)))
+        parts = () if coming is None else (coming.found, coming.first, coming.quality.clamp(0, MAX_QUALITY), coming.grown)
+        theirs, ends, all_forced = list(zip(*(part.tolist() for part in parts))), [], 0
+        for i, record, tokens, kept, first in made:
+            drafted, deepest, forced = ours[i] if ours else (0, 0, 0)
+            if kept < len(tokens):
+                deepest = kept - 1
+            if kept <= forced:          # what was guessed behind forced text had no chance
+                forced = kept - 1
+            else:
+                if self.lengths is not None:
+                    self.lengths.learn(record, deepest - forced, tokens[forced:kept])
+                if not first:
+                    ends.append(record.add(drafted - forced, deepest - forced, kept - 1 - forced))
+            record.ready, record.first, record.quality, record.grown = theirs[i] if theirs else (0, -1, 0, 0)
+            record.found = record.ready
+            record.draft_s += draft_s
+            record.verify_s += spent[1]
+            record.forced += forced
+            all_forced += forced
+        self.total.ends.update(ends)
+        self.total.forced += all_forced
 
     def _propose(self, req: Req, tree: Tree, in_flight: bool) -> tuple[list[int], list[int], list[float]]:
         rest = req.key()[TOKEN_BYTES * req.node.end:]
@@ -665,8 +662,10 @@ class Speculation:
         sizes = counts + 1
         row = np.repeat(np.arange(len(reqs)), sizes)
         node = np.arange(len(row)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
-        made = [self.proposals.get(req, ([], [], [])) if count else ([], [], []) for req, count in zip(reqs, counts.tolist())]
-        wide = max(len(tokens) for tokens, _, _ in made)
+        made = []
+        if self.proposals:
+            made = [self.proposals.get(req, ([], [], [])) if count else ([], [], []) for req, count in zip(reqs, counts.tolist())]
+        wide = max((len(tokens) for tokens, _, _ in made), default=0)
         packed = [np.repeat(last - counts, sizes) + node, row, node, counts, limits]
         if wide:
             padded = lambda part, scale=1: np.array([[int(x * scale) for x in m[part]] + [0] * (wide - len(m[part])) for m in made], np.int64).ravel()

@@ -127,20 +127,30 @@ class TextStream:
             return self._recent[start - self._past_chars:end - self._past_chars]
         return self.text[start:end]                 # nobody has asked for long
 
-    def pass_on(self, token: int) -> str | None:
-        """`push` and `take` in one, of a token like most: a piece of its own that ends nothing, where nothing is searched for and all that is certain
-        is out. None, and nothing is done, where it is not like that."""
-        if self._searches or self._window or self.count + 1 >= self._max or token in self._stop_ids:
+    def push_whole(self, tokens: list[int]) -> str | None:
+        """`push`, of tokens like most: pieces of their own that end nothing, where nothing is searched for. Their text; None, and nothing is done,
+        where it is not like that."""
+        if self._searches or self._window or self.count + len(tokens) >= self._max or not self._stop_ids.isdisjoint(tokens):
             return None
-        piece, end = self._pieces[token], self._past_chars + len(self._recent)
-        if piece is None or self._sent != end:
+        if len(tokens) == 1:
+            text = self._pieces[tokens[0]]
+        else:
+            pieces = [self._pieces[token] for token in tokens]
+            text = None if None in pieces else "".join(pieces)
+        if text is None:
             return None
-        self.count += 1
-        self._recent += piece
-        self._sent = end + len(piece)
+        self.count += len(tokens)
+        self._recent += text
         if len(self._recent) > 2 * self._kept:
             self._forget()
-        return piece
+        return text
+
+    def pass_on(self, tokens: list[int]) -> str | None:
+        """`push_whole` and `take` in one, where all that is certain is out."""
+        if self._sent != self._past_chars + len(self._recent) or (text := self.push_whole(tokens)) is None:
+            return None
+        self._sent += len(text)
+        return text
 
     def skip(self, other: TextStream) -> None:
         """Do not hand out what another stream has handed out of the same text."""

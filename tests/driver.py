@@ -27,21 +27,25 @@ class Driver:
         fields.setdefault("rid", f"r{self.made}")
         return self.scheduler.add(Request(prompt_ids=list(ids), params=SamplingParams(max_tokens=max_tokens), **fields))
 
-    def launch(self) -> Batch | None:
-        batch = self.scheduler.next_batch()
+    def launch(self, draft_lens={}) -> Batch | None:
+        """draft_lens: guesses of requests, by id."""
+        batch = self.scheduler.next_batch({req: draft_lens[req.rid] for req in self.scheduler.running if req.decodes and req.rid in draft_lens})
         if batch is not None:
             self.rows.apply(batch.writes)
             self._check_batch(batch)
             self.flights.append(batch)
         return batch
 
-    def commit(self, token=lambda req: 1, ends=lambda req: False) -> Batch:
-        batch, tokens, finished = self.flights.pop(0), [], []
-        for req, samples, complete in zip(batch.reqs, batch.samples, batch.complete):
-            new = [token(req)] if samples and req.state == "running" and req.leaving != "done" else []
+    def commit(self, token=lambda req: 1, ends=lambda req: False, right=lambda req, guesses: 0) -> Batch:
+        """right: how many of a request's guesses were right; -1: nothing was sampled."""
+        batch, tokens, finished, paths = self.flights.pop(0), [], [], []
+        for req, samples, complete, guesses in zip(batch.reqs, batch.samples, batch.complete, batch.draft_lens.tolist()):
+            count = right(req, guesses) + 1 if samples and req.state == "running" and req.leaving != "done" else 0
+            new = [token(req)] * min(count, req.max_new - len(req.output_ids))
             tokens.append(new)
-            finished.append(bool(complete and req.max_new == 0) or bool(new) and (len(req.output_ids) + 1 >= req.max_new or ends(req)))
-        self.scheduler.commit(batch, tokens, finished)
+            paths.append(list(range(1, count)))
+            finished.append(bool(complete and req.max_new == 0) or bool(new) and (len(req.output_ids) + len(new) >= req.max_new or ends(req)))
+        self.scheduler.commit(batch, tokens, finished, paths=paths)
         return batch
 
     def step(self, **answers) -> Batch | None:
@@ -63,7 +67,8 @@ class Driver:
     def _check_batch(self, batch: Batch) -> None:
         """Every row's columns have slots of their own, and rows that are said to share a run have the same slots there."""
         table = self.rows.table.numpy()
-        for row, bound in zip(batch.rows, batch.kv_bounds):
+        guess = (batch.slack > 0) | (batch.draft_lens > 0)      # where they are right, a row may run over what it has
+        for row, bound in zip(batch.rows, np.where(guess, np.minimum(batch.kv_bounds, batch.limits), batch.kv_bounds)):
             slots = table[row, :bound]
             assert (slots > 0).all() and len(np.unique(slots)) == bound
         for first, last, start, end in batch.shared:

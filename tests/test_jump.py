@@ -185,10 +185,11 @@ def test_a_chain_is_guessed_as_far_as_it_is_followed():
 
 def test_forced_text_counts_from_the_first_step_on():
     made, record = spec.Speculation(None, spec.DraftOptions(), 8, 99, "cpu", None), spec.Record()
+    one = lambda *numbers: spec.Judged(*([torch.tensor([0])] * 2), *(torch.tensor([number]) for number in numbers))  # noqa: E731
     for first in (True, False):
-        made.learn(record, spec.Outcome(5, 5, 5, 0, -1, 0, 0, 0.0, 0.0), [1, 2, 3], 3, first)
+        made.learn([(0, record, [1, 2, 3], 3, first)], one(5, 5, 5), None, 0.0, 0.0)
     assert record.forced == made.total.forced == 4 and record.steps == 0, "where a chain was not followed, what else was guessed had no chance"
-    made.learn(record, spec.Outcome(5, 5, 2, 0, -1, 0, 0, 0.0, 0.0), [1, 2, 3], 3, False)
+    made.learn([(0, record, [1, 2, 3], 3, False)], one(5, 5, 2), None, 0.0, 0.0)
     assert (record.forced, record.steps, record.proposed, record.accepted) == (6, 1, 3, 0)
 
 

@@ -15,7 +15,7 @@ LEVELS = {  # imports point down: a module may import those of lower levels that
     "tuned": {"kernels"}, "attention": {"native", "kernels", "tuned"}, "text": {"protocol"}, "memory": {"kernels"}, "sampling": {"native", "kernels", "protocol"}, "chat": {"protocol"},
     "model": {"kernels", "native", "memory", "weights"}, "policies": set(), "layout": set(),
     "holds": {"radix"}, "req": {"holds", "protocol", "radix", "waiting"},
-    "scheduler": {"holds", "req", "radix", "waiting", "policies", "layout", "memory", "protocol"}, "spec": {"native", "radix", "sampling"},
+    "steady": {"memory", "protocol", "req"}, "scheduler": {"steady", "holds", "req", "radix", "waiting", "policies", "layout", "memory", "protocol"}, "spec": {"native", "radix", "sampling"},
     "config": {"protocol", "radix", "eviction", "policies", "reasoning", "tools"}, "events": {"radix"},
     "constraint": {"compiler", "grammar", "masks", "native", "protocol", "rules", "sampling", "spec", "tables", "vocab"},
     "worker": set(), "graphs": set(), "runner": {"attention", "constraint", "graphs", "jump", "masks", "memory", "model", "protocol", "results", "sampling", "spec"}, "results": {"constraint", "memory", "protocol", "req", "sampling", "spec"}, "engine": {"graphs", "runner", "results", "rules", "config", "constraint", "events", "grammar", "jump", "masks", "worker", "protocol", "radix", "eviction", "weights", "kernels", "attention", "memory", "sampling", "model", "policies", "req", "scheduler", "spec", "text"},
