@@ -32,6 +32,11 @@ def pytest_collection_finish(session):
     gc.freeze()
 
 
+def pytest_sessionfinish(session):
+    """At exit everything has to be freed, or nanobind calls it leaked."""
+    gc.unfreeze()
+
+
 @pytest.fixture(scope="session")
 def demo_path() -> Path:
     """The demo model's directory; prepared once for all runs."""
