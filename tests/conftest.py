@@ -1,5 +1,6 @@
 """Shared by all tests: one torch thread a process (several run side by side), the demo model, API cases, and cases of other people."""
 
+import gc
 import json
 import os
 from pathlib import Path
@@ -23,6 +24,17 @@ def pytest_collection_modifyitems(config, items):
     items[:] = [item for item in items if item not in empty]
     if empty:
         config.hook.pytest_deselected(items=empty)
+
+
+def pytest_collection_finish(session):
+    """Half a million objects of what is imported by now stay to the end: no collection need look at them again."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish(session):
+    """At exit everything has to be freed, or nanobind calls it leaked."""
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="session")

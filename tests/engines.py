@@ -93,14 +93,20 @@ class Reference:
 
 def state_after(grammar, tokens, budget=None):
     """(grammar, state) after an output whose model may think for `budget` tokens: then it has to close its thoughts."""
-    state = grammar.start
+    return states_of(grammar, tokens, budget)[-1]
+
+
+def states_of(grammar, tokens, budget=None) -> list[tuple]:
+    """`state_after` each beginning of an output, the empty one first."""
+    state, states = grammar.start, []
     for count in range(len(tokens) + 1):
         if budget is not None and count >= budget and grammar.thinks(state):
             grammar = grammar.closing
             state = grammar.start
+        states.append((grammar, state))
         if count < len(tokens):
             state = grammar.step(state, tokens[count])
-    return grammar, state
+    return states
 
 
 def params(**kw) -> SamplingParams:

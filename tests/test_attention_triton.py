@@ -34,7 +34,7 @@ def check(
 def test_every_group_and_head_dim(group, dim):
     rng = np.random.default_rng([group, dim])
     trees = (group + dim // 8) % 2 == 0
-    batch = ragged(rng, 3, q_max=40, kv_max=150, page=[1, 16][dim // 8 % 2], trees=trees)
+    batch = ragged(rng, 3, q_max=24, kv_max=150, page=[1, 16][dim // 8 % 2], trees=trees)
     check(batch, group, 1 if dim > 64 else 2, dim, torch.float32)
 
 
@@ -46,7 +46,7 @@ def test_nested_runs_blocks_splits_and_trees(cases, page, trees, dtype):
     rng = np.random.default_rng([page, trees, dtype.itemsize])
     for case in range(cases):
         group = [3, 1, 4, 7][case]
-        batch = ragged(rng, 5, q_max=[40, 8][case % 2], kv_max=200, page=page, trees=trees)
+        batch = ragged(rng, 5, q_max=[20, 8][case % 2], kv_max=140, page=page, trees=trees)
         check(batch, group, 2, 16, dtype, split_everything(group), seed=case)
 
 

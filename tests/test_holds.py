@@ -329,7 +329,7 @@ def test_holds_against_a_model():
             assert holds.tokens == tree.protected == 2 * len(kept) and len(holds) == len(open_) + len(kept)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", [*range(10), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(10, 20))])
 def test_random_programs_end_and_leak_nothing(seed):
     """Forks whose children come soon, late or never, in a pool that is short, with aborts, releases, failed steps and time; audited after each
     step."""

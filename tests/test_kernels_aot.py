@@ -49,7 +49,7 @@ def test_the_kernels_compile(target):
     of = lambda part, dtype="bf16", **shape: dict(part=part, target=target, dtype=dtype, **shape)
     compile_in_child([
         of("kernels"), of("masks"), of("attention", head_dim=64, group=3, tiles=[16, 128]), of("attention", tree=True, tiles=[64]),
-        of("attention", tree=True, window=32, tiles=[64]), of("attention", "fp32", head_dim=64, group=3, tiles=[16])])
+        of("attention", tree=True, window=4096, tiles=[64]), of("attention", "fp32", head_dim=64, group=3, tiles=[16])])
 
 
 def test_a_few_compile_for_the_other_targets():

@@ -10,6 +10,7 @@ import weakref
 import pytest
 
 import engines
+from covering import pairs_of
 from engines import MIX, STOPS, overlapped, params, prompt, request, run, same, workload
 from nano_sgl import LLM
 from nano_sgl.engine import Worker
@@ -52,7 +53,7 @@ def test_samples_of_a_prompt_and_requests_that_do_not_stream(path, reference, de
         assert r.stream or len(answers[r.rid].pieces) == 1
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", [*range(6), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(6, 12))])
 def test_a_random_machine(path, reference, seed):
     """Requests come, are aborted and lose steps at random, on a random device: who finishes has the plain answer, who was aborted a part of
     it, everyone exactly one end, and the books hold after every step."""
@@ -178,14 +179,12 @@ def test_the_host_plans_while_the_device_runs(path):
 
 # ----------------------------------------------------------------------------------------------------------------- steps that fail
 
-@pytest.mark.parametrize("device, depth", DEVICES)
-@pytest.mark.parametrize("at", [1, 2, 5])
-@pytest.mark.parametrize("where", ["forward", "plan", "end"])
-def test_a_failed_step_is_taken_back_with_those_behind_it(path, reference, device, depth, at, where):
+@pytest.mark.parametrize("worker, at, where", pairs_of(DEVICES, [1, 2, 5], ["forward", "plan", "end"]))
+def test_a_failed_step_is_taken_back_with_those_behind_it(path, reference, worker, at, where):
     """The first, the second, one in the middle; before, in and after the model. What stood behind it never ran."""
     requests = [request(f"q{i}", [*prompt(30, 1), i], params(max_tokens=12, **(dict(temperature=1, seed=i, presence_penalty=1) if i % 2 else {})))
                 for i in range(4)]
-    engine, calls = overlapped(path, device, depth), []
+    engine, calls = overlapped(path, *worker), []
     owner, name = {"forward": (engine.model, "forward"), "plan": (engine, "_plan"), "end": (engine.rows, "put")}[where]
     real = getattr(owner, name)
 

@@ -753,7 +753,7 @@ def test_requests_whose_time_is_up_are_ended_once(depth):
 
 # ----------------------------------------------------------------------------------------------------------------- everything at once
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", [*range(12), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(12, 24))])
 def test_random_workloads_end_and_leak_nothing(seed):
     rng = random.Random(seed)
     page, depth, name = rng.choice([1, 4, 16]), rng.choice([0, 1, 2]), sorted(set(POLICIES))[seed % len(POLICIES)]

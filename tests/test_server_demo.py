@@ -482,7 +482,7 @@ def parent_of(stat: Path) -> int | None:
 def test_time_outs_and_a_full_queue():
     """What waits too long is refused with 503, what runs too long ends with an error and not as an answer, what finds the queue full is refused
     at once; all of it leaves nothing."""
-    server = Demo("--max-running-requests", "1", "--max-queued-requests", "2", "--waiting-timeout", "1.5", "--running-timeout", "5",
+    server = Demo("--max-running-requests", "1", "--max-queued-requests", "2", "--waiting-timeout", "1.5", "--running-timeout", "3",
                   "--chunked-prefill-size", "512")
     try:
         long = {"prompt": "hi", "max_tokens": 4000, "ignore_eos": True}

@@ -10,6 +10,7 @@ import torch
 
 import engines
 import tiny
+from covering import pairs_of
 from engines import MIX, STOPS, make, overlapped, params, prompt, request, run, same
 from nano_sgl import LLM, spec
 from nano_sgl.spec import CostCurve, DraftTree, Record, no_guesses
@@ -46,13 +47,10 @@ def guesses(engine) -> Record:
 
 # ------------------------------------------------------------------------------------------------------------------- the same answers
 
-@pytest.mark.parametrize("page", [1, 4])
-@pytest.mark.parametrize("topk", [1, 4])
-@pytest.mark.parametrize("drafter", DRAFTERS)
-@pytest.mark.parametrize("device, depth", [("inline", 0), ("thread", 1), ("late", 1), ("late", 2)])
-def test_nothing_changes_but_the_number_of_steps(path, reference, drafter, device, depth, topk, page):
+@pytest.mark.parametrize("worker, drafter, topk, page", pairs_of([("inline", 0), ("thread", 1), ("late", 1), ("late", 2)], DRAFTERS, [1, 4], [1, 4]))
+def test_nothing_changes_but_the_number_of_steps(path, reference, drafter, worker, topk, page):
     """F139, F145: asked twice, for `radix` finds the first answers in the cache; devices behind a fence, books proved after every step."""
-    flags = flags_of(drafter, page_size=page, speculative_eagle_topk=topk)
+    flags, (device, depth) = flags_of(drafter, page_size=page, speculative_eagle_topk=topk), worker
     engine = make(path, **flags) if device == "inline" else overlapped(path, device, depth, **flags)
     for turn in range(2):
         requests = requests_of(5)
@@ -370,9 +368,8 @@ class Nothing(RaisesOnTheHost):
         return None
 
 
-@pytest.mark.parametrize("page", [1, 16])
-@pytest.mark.parametrize("topk", [1, 4])
-@pytest.mark.parametrize("made", [Raises, RaisesOnTheHost, Branches, Nonsense, NonsenseOnTheHost, Arrays, Nothing], ids=lambda made: made.__name__)
+@pytest.mark.parametrize("made, topk, page", pairs_of(
+    [Raises, RaisesOnTheHost, Branches, Nonsense, NonsenseOnTheHost, Arrays, Nothing], [1, 4], [1, 16]))
 def test_a_drafter_may_harm_its_guesses_and_never_a_text(path, reference, monkeypatch, made, topk, page):
     monkeypatch.setitem(spec.DRAFTERS, "own", made)
     for algorithm in ("own", "ngram+own"):
@@ -409,7 +406,7 @@ def test_guesses_leave_prompts_half_of_the_budget(path):
 
 def test_who_begins_again_in_the_pass_that_retracted_it_has_no_guesses(path, reference):
     """A prompt in chunks needs the memory of a row that decodes, which starts again at once, out of the tree."""
-    for seed in range(12):
+    for seed in range(5):
         rng = random.Random(seed)
         engine = make(path, max_total_tokens=140, chunked_prefill_size=24, schedule_policy="priority", **flags_of("ngram"))
         requests = [request(f"p{i}", repeating(i, rng.randrange(20, 90)), params(max_tokens=40, logit_bias=FEW), priority=rng.choice([0, 5, 30]))

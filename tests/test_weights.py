@@ -2,12 +2,14 @@
 
 import errno
 import json
+import multiprocessing
 import os
 import pickle
 import struct
 import subprocess
 import sys
 import textwrap
+import time
 import zipfile
 from pathlib import Path
 
@@ -323,28 +325,28 @@ def test_no_tokenizer_or_a_broken_one(tmp_path):
 # ---- the cache
 
 
-BUILD = """
-    import sys, time
-    from pathlib import Path
-    from nano_sgl import weights
-
-    def build(folder):
-        with open(sys.argv[2], "a") as log:
-            log.write("built ")
-        time.sleep(0.5)
-        import safetensors.torch, torch
-        safetensors.torch.save_file({"a": torch.ones(2)}, folder / "model.safetensors")
-
-    target = Path(sys.argv[1])
-    print(weights._prepare(target, build, "it"), len(list(target.iterdir())))
-"""
+def at_once(count: int, work) -> None:
+    """Processes that each do the work. Forks: to start from nothing and import torch takes seconds."""
+    made = [multiprocessing.get_context("fork").Process(target=work) for _ in range(count)]
+    for process in made:
+        process.start()
+    for process in made:
+        process.join(100)
+    assert [process.exitcode for process in made] == [0] * count
 
 
 def test_two_processes_prepare_at_once(tmp_path):
     target, log = tmp_path / "cache" / "it", tmp_path / "log"
-    command = [sys.executable, "-c", textwrap.dedent(BUILD), str(target), str(log)]
-    both = [subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    assert [p.communicate(timeout=60)[0].split() for p in both] == [[str(target), "2"]] * 2
+
+    def slowly(folder: Path) -> None:
+        with log.open("a") as file:
+            file.write("built ")
+        time.sleep(0.5)
+        build(folder)
+
+    def prepare() -> None:
+        assert weights._prepare(target, slowly, "it") == target and len(list(target.iterdir())) == 2
+    at_once(2, prepare)
     assert log.read_text() == "built "
     assert [f.name for f in target.parent.iterdir()] == ["it"]
 
@@ -376,21 +378,17 @@ def test_an_older_conversion_or_a_damaged_directory_is_made_anew(tmp_path):
 
 def test_many_processes_want_one_lock_and_its_file_goes_with_it(tmp_path):
     """Each waits for whoever holds it, also where the file that it waited for is gone; a counter that is read and written loses nothing."""
-    code = """
-        import sys, time
-        from pathlib import Path
-        from nano_sgl import weights
-        counter = Path(sys.argv[1]) / "counter"
+    counter = tmp_path / "counter"
+
+    def count() -> None:
         for _ in range(20):
-            with weights._lock(Path(sys.argv[1]) / "lock", "it"):
+            with weights._lock(tmp_path / "lock", "it"):
                 n = int(counter.read_text())
                 time.sleep(0.001)
                 counter.write_text(str(n + 1))
-    """
-    (tmp_path / "counter").write_text("0")
-    all_of_them = [subprocess.Popen([sys.executable, "-c", textwrap.dedent(code), str(tmp_path)], cwd=ROOT, stderr=subprocess.DEVNULL)
-                   for _ in range(3)]
-    assert [p.wait(100) for p in all_of_them] == [0] * 3 and (tmp_path / "counter").read_text() == "60"
+    counter.write_text("0")
+    at_once(3, count)
+    assert counter.read_text() == "60"
     assert [f.name for f in tmp_path.iterdir()] == ["counter"]
 
 

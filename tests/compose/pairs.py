@@ -167,15 +167,15 @@ def workload(features: Sequence[Feature], plain: Plain, seed: int = 0) -> list[P
     red, blue, far = system + new(19), system + new(25), new(90)
     first, third = red + new(9), blue + new(7)
     planned: list[Planned] = []
-    answers: dict[str, list[int]] = {}
+    whole: dict[str, Callable[[], list[int]]] = {}                # prompt and answer; asked of those alone that somebody continues
 
     def add(name, ids, max_tokens, at=0, after=None, like=None):
         """`like`: the request whose twin it is; else it is of a kind of its own."""
-        kind = len(answers) if like is None else list(answers).index(like)
+        kind = len(whole) if like is None else list(whole).index(like)
         params = _params(features, kind, ids, max_tokens, plain)
         request = lambda i: Request(rid=f"{name}.{i}", prompt_ids=ids, params=params, index=i, **_merged(f.fields(kind) for f in features))
         planned.extend(Planned(request(i), at, after and f"{after}.0") for i in range(params.n))
-        answers[name] = ids + plain.answer(request(0)).ids
+        whole[name] = lambda: ids + plain.answer(request(0)).ids
 
     add("red", first, 20)
     add("red too", red + new(14), 12)
@@ -185,11 +185,11 @@ def workload(features: Sequence[Feature], plain: Plain, seed: int = 0) -> list[P
     add("system", system, 10, at=2)
     add("far twin", far, 14, at=3, like="far")
     add("short", new(3), 24, at=4)
-    add("red, turn 2", answers["red"] + new(6), 14, after="red")
+    add("red, turn 2", whole["red"]() + new(6), 14, after="red")
     add("red again", first, 20, after="red", like="red")
-    add("blue, turn 2", answers["blue"] + new(5), 12, after="blue")
+    add("blue, turn 2", whole["blue"]() + new(5), 12, after="blue")
     add("far, longer", far + new(8), 10, at=8)
-    add("red, turn 3", answers["red, turn 2"] + new(4), 8, after="red, turn 2")
+    add("red, turn 3", whole["red, turn 2"]() + new(4), 8, after="red, turn 2")
     add("red, late", red + new(5), 10, at=16)
     return planned
 
@@ -218,6 +218,7 @@ class Run:
     answers: dict[str, engines.Answer] = field(default_factory=dict)
     batches: list[Batch] = field(default_factory=list)
     overlapped: int = 0                                # steps launched while another was in flight
+    ended: bool = False                                # all have come and nothing is left to do
     before: dict = field(default_factory=dict)         # counters
 
     def counted(self, name: str) -> int:
@@ -241,9 +242,9 @@ def counts_of(engine: Engine) -> dict[str, int]:
 
 
 def drive(engine: Engine, planned: list[Planned], features: Sequence[Feature], plain: Plain, *, audit: bool = True,
-          each_step: Callable[[int], None] = lambda step: None) -> Run:
+          each_step: Callable[[int], None] = lambda step: None, enough: Callable[[Run], bool] = lambda run: False) -> Run:
     """Run a workload on an idle engine whose cache is empty, and leave it like that. `audit`: prove the books after every step, and in the
-    end that all memory is free."""
+    end that all memory is free. `enough`: asked after every step whether to leave the engine as it is."""
     scheduler, rng = engine.scheduler, random.Random(0)
     run = Run(engine, plain, scheduler.cache, {p.request.rid: p.request for p in planned}, before=counts_of(engine))
     plan_batch = scheduler.next_batch
@@ -271,7 +272,8 @@ def drive(engine: Engine, planned: list[Planned], features: Sequence[Feature], p
                 run.answers[chunk.rid].take(chunk)
         if audit:
             engine.check()
-        if not engine.has_work and not later:
+        run.ended = not engine.has_work and not later
+        if run.ended or enough(run):
             break
     else:
         raise AssertionError(f"not done after {STEPS} steps")
@@ -299,6 +301,17 @@ def compare(run: Run, plain: Plain) -> Verdict:
         for text in _differences(request, run.answers[rid], plain.answer(request), plain, verdict):
             verdict.differences.append(f"{rid}: {text}")
     return verdict
+
+
+def parted(run: Run, plain: Plain) -> bool:
+    """Whether some answer, ended or not, has a token by now that `compare` will call a difference."""
+    for rid, answer in run.answers.items():
+        want = plain.answer(run.requests[rid]).ids[:len(answer.ids)]
+        if answer.ids[:len(want)] != want and any(
+                _differences(run.requests[rid], engines.Answer(ids=answer.ids, logprobs=answer.logprobs, reason="abort"),
+                             engines.Answer(ids=want), plain, Verdict())):
+            return True
+    return False
 
 
 def _differences(request: Request, got: engines.Answer, want: engines.Answer, plain: Plain, verdict: Verdict):
