@@ -299,7 +299,7 @@ class Constraints:
             masked = np.repeat(of == id(tables), counts)
             masked[list(settled)] = False
             made.append((tables, at, None if masked.all() else masked.nonzero()[0]))
-        pad = lambda ids, by: np.append(ids, [by] * (sampling.pow2(len(ids)) - len(ids))) if pads and len(ids) else ids
+        pad = lambda ids, by: np.append(ids, np.full(sampling.pow2(len(ids)) - len(ids), by)) if pads and len(ids) else ids
         return [SortedGroup(tables, pad(at, pads and pads[0]), None if places is None else pad(places, pads and pads[1]))
                 for tables, at, places in made]
 

@@ -284,7 +284,7 @@ class SamplingState:
             groups = [np.arange(width)]
         of = lambda flag: np.arange(0) if flag is None else flag[member].nonzero()[0]
         fills = lambda index: width and len(index) not in (0, width)
-        pad = lambda index: np.append(index, [width - 1] * (pow2(len(index)) - len(index))) if fills(index) else index
+        pad = lambda index: np.append(index, np.full(pow2(len(index)) - len(index), width - 1)) if fills(index) else index
         biased = [(at, *bias) for i, bias in members.biased.items() for at in (member == i).nonzero()[0].tolist()]
         rows = np.zeros(max(total, width), np.int64)
         rows[:total] = members.rows[member]
