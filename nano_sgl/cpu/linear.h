@@ -2,14 +2,14 @@
 //
 // The outputs are cut into blocks of two times 16, and a thread does a block for all tokens (TOKENS at a time), so that every weight is read once.
 // With few tokens that reading is what a product costs: rows are fetched ahead. Ways to multiply:
-//     vectors   FEW tokens at a time: dot products of rows. x becomes floats before, and bf16 of w where it is used: its pairs are taken apart by one
-//               instruction each, which leaves the even ones and the odd ones, and x lies in that order
+//     vectors   FEW tokens at a time: dot products of rows. Where bf16 is not multiplied in pairs, x becomes floats first, and w where it is used:
+//               its pairs are taken apart by one operation each, which leaves the even ones and the odd ones, and x lies in that order
 //     panels    more of them, in floats: x is turned, once, into panels of WIDE tokens; each weight becomes a float, once, and multiplies whole
 //               registers. DEPTH inputs at a time: so much of a panel stays in the first cache while the block's rows go by, they in the second
 //     whole     int8 and at most FEW tokens: x becomes whole numbers of 16 bits, and so the sums (AVX512_VNNI)
 //     tiles     AMX multiplies rows by pairs, so its right operand must be turned; whatever is smaller is: for at most TILED tokens x, once, with
 //               w the left operand as it lies in memory and sums that come out by output; for more (many tiles), the block of w
-// With tiles and vectors int8 becomes T first, a block at a time, or for the fewest tokens in registers.
+// int8 becomes a float in registers, or with tiles, and where vectors multiply pairs of more than FEW tokens, T first, a block at a time.
 #pragma once
 
 #include "products.h"
@@ -18,7 +18,7 @@ namespace {
 
 constexpr int HALF = 16, OUTPUTS = 32, FEW = 4, TILED = 32, TOKENS = 512;  // a block's outputs; tokens of a step with vectors, with tiles; of a pass
 constexpr int WIDE = NV * VL, DEPTH = 384;  // a panel's tokens; inputs at a time
-constexpr int SHORT = 20, LONG = 1536;      // bf16 tokens, at most, with vectors, if not with panels; inputs at a time: FEW times these fit the first cache
+constexpr int STRETCH = 1536;               // inputs at a time with vectors: FEW times as many floats fit the first cache
 
 struct Weight {  // native.py has the same list of fields
     const void* values;   // [outputs, size]
@@ -27,14 +27,14 @@ struct Weight {  // native.py has the same list of fields
     int64_t outputs, size;
 };
 
-// Half of the 2 VL bf16 at p, as floats: those at even places, or at odd ones. One instruction; in their order they would take two for each VL
+// Half of the 2 VL bf16 at p, as floats: those at even places, or at odd ones. One operation; in their order they would take two
 template <int ODD> inline vec every_other(const bf16* p) {
     uvec pairs; memcpy(&pairs, p, sizeof pairs);
     return (vec)(ODD ? pairs & 0xffff0000 : pairs << 16);
 }
 
-// Adds to sums [M][OUTPUTS] of M tokens, for `some` rows of w, `depth` of `size` inputs. Fetches as many from `next` on, unless null. With bf16 for w and
-// floats for x, of these each 2 VL in the order of every_other, and zeros behind the last
+// Adds to sums [M][OUTPUTS] of M tokens, for `some` rows of w, `depth` of `size` inputs. Fetches as many inputs of as many rows from `next` on,
+// unless null. With bf16 for w and floats for x, of these each 2 VL in the order of every_other, and zeros behind the last
 template <class T, class W, int M>
 void linear_block(const T* x, const W* w, float* sums, int some, int64_t depth, int64_t x_stride, int64_t size, const W* next) {
     constexpr int ROWS = MANY_REGISTERS || M < 3 ? 4 : 2;
@@ -231,7 +231,8 @@ template <class T> Way way(const Weight& w, int64_t tokens) {
 #if defined(__AMX_BF16__)
     if (PAIRED<T> && amx && tokens > 1 && w.size % 32 == 0) return tokens > TILED ? Way::MANY_TILES : Way::TILES;
 #endif
-    return PAIRED<T> || tokens <= (std::is_same<T, bf16>::value ? SHORT : 2 * FEW) ? Way::VECTORS : Way::PANELS;
+    const int most = std::is_same<T, float>::value ? 2 * FEW : std::is_same<T, bf16>::value && !w.scales ? 5 * FEW : 3 * FEW;  // measured
+    return PAIRED<T> || tokens <= most ? Way::VECTORS : Way::PANELS;
 }
 
 struct Bytes {  // x as `to_whole` leaves it
@@ -267,7 +268,7 @@ template <class T> void prepare(Way how, const T* x, int64_t x_stride, int64_t t
 
 template <class T, class W>  // linear_block for 1 to FEW tokens
 void linear_few(const T* x, int64_t x_stride, const W* w, int some, int64_t size, int64_t tokens, float* sums, const W* next) {
-    const int64_t part = PAIRED<T> ? size : LONG;
+    const int64_t part = PAIRED<T> ? size : STRETCH;  // pairs are half as large, and few rows are that long
     for (int64_t t = 0; t < tokens; t++) std::fill_n(sums + t * OUTPUTS, HALF, 0.f);
     constexpr decltype(&linear_block<T, W, 1>) BY_COUNT[] = {linear_block<T, W, 1>, linear_block<T, W, 2>, linear_block<T, W, 3>,
                                                              linear_block<T, W, 4>};
@@ -279,7 +280,8 @@ inline void whole_few(const Bytes& x, const i8* w, int some, int64_t size, int64
     BY_COUNT[tokens - 1](x.values, x.scales, w, sums, some, size, next);
 }
 
-// x as floats [tokens, size up to 2 VL], each 2 VL in the order of every_other if `split`: each row of w would convert it anew. Each thread, its own.
+// x as floats [tokens, size up to 2 VL], each 2 VL in the order of every_other if `split`: not every row of w converts it, and each
+// thread makes its own.
 template <class T> const float* to_floats(const T* x, int64_t x_stride, int64_t tokens, int64_t size, bool split, float* to) {
     const int64_t room = up(size, 2 * VL);
     for (int64_t t = 0; t < tokens; t++)
@@ -387,11 +389,11 @@ void linear(const T* x, int64_t x_stride, const Weight& w, O* out, int64_t token
     alignas(64) float sums[TILED * OUTPUTS];
     const int64_t size = w.size, range = gated ? w.outputs / 2 : w.outputs, step = gated ? HALF : OUTPUTS, ahead = step * size;
     const int64_t blocks = up(range, step) / step, passes = up(tokens, TOKENS) / TOKENS;
-    const bool widen = w.scales && how != Way::WHOLE && (how != Way::VECTORS || tokens > FEW);
+    const bool widen = w.scales && (how >= Way::TILES || (PAIRED<T> && how == Way::VECTORS && tokens > FEW));
     const int64_t room = up(size, 2 * VL);
     const float* numbers = nullptr;
     if (!PAIRED<T> && !std::is_same<T, float>::value && how == Way::VECTORS)
-        numbers = to_floats(x, x_stride, tokens, size, std::is_same<T, bf16>::value && (!w.scales || widen), grown(single, tokens * room));
+        numbers = to_floats(x, x_stride, tokens, size, std::is_same<T, bf16>::value && !w.scales, grown(single, tokens * room));
 #pragma omp for schedule(static) nowait
     for (int64_t i = 0; i < blocks * passes; i++) {
         const int64_t first = i / blocks * TOKENS, last = std::min(tokens, first + TOKENS);
@@ -436,7 +438,7 @@ void linear(const T* x, int64_t x_stride, const Weight& w, O* out, int64_t token
                     else linear_few(from, stride, rows[half], b.some[half], size, count, to, fetches ? rows[half] + ahead : nullptr);
                 };
                 if (how == Way::WHOLE) whole_few(Bytes(scratch, size), small[half], b.some[half], size, count, to, next);
-                else if (numbers) by_vectors(numbers + (t - first) * room, room);
+                else if (numbers) by_vectors(numbers + t * room, room);
                 else by_vectors(x + t * x_stride, x_stride);
             }
             finish<T>(sums, w, b, gated, count, out + t * range);

@@ -56,14 +56,14 @@ inline int64_t written(const Grammars& g, int64_t state, int64_t size) {
 inline bool holds(const Grammars& g, int64_t value, int32_t count, int32_t& low, int32_t& high) {
     for (const int32_t* line = g.lines + 4 * value;; line += 4) {
         const bool inside = line[0] <= count && count <= line[1];
-        if (inside || count > line[1]) low = std::max(low, inside ? line[0] : line[1] + 1);
-        if (inside || count < line[0]) high = std::min(high, inside ? line[1] : line[0] - 1);
+        if (inside || (count > line[1] && line[0] <= line[1])) low = std::max(low, inside ? line[0] : line[1] + 1);
+        if (inside || (count < line[0] && line[0] <= line[1])) high = std::min(high, inside ? line[1] : line[0] - 1);
         if (inside || !(line[3] & 1)) return inside;
     }
 }
 
 // What may come next after a state, and after its like with low to high characters: `most` tokens but few, or few. Those few are listed, in
-// order; or, if they are many, their bits are set, which stand until this thread asks again.
+// order; or, if they are many, their bits are set, which stand until this thread finds others.
 struct Next {
     int64_t tables = 0, row = -1;
     int32_t low = 0, high = -1;
@@ -76,10 +76,12 @@ struct Next {
 const Next& next_of(const Grammars& g, int64_t state) {
     static thread_local std::vector<Next> found(REMEMBERED);
     static thread_local std::vector<uint64_t> scratch;
+    static thread_local const Next* last = nullptr;  // whose bits those are
     const int64_t row = std::min(state & 0xffffffff, g.last_state);
     const int32_t count = state >> 32;
     Next& next = found[row % REMEMBERED];
-    if (next.tables == g.id && next.row == row && next.low <= count && count <= next.high && !next.bits) return next;
+    if (next.tables == g.id && next.row == row && next.low <= count && count <= next.high && (!next.bits || last == &next)) return next;
+    last = &next;
     const Entry e = entry_of(g, state);
     const int32_t *shape = g.shapes + 3 * e.map, *first = g.firsts + shape[0], *vec = g.vec + e.vec;
     const int64_t words = up(g.size, 64) / 64;
