@@ -18,7 +18,8 @@ namespace {
 
 constexpr int HALF = 16, OUTPUTS = 32, FEW = 4, TILED = 32, TOKENS = 512;  // a block's outputs; tokens of a step with vectors, with tiles; of a pass
 constexpr int WIDE = NV * VL, DEPTH = 384;  // a panel's tokens; inputs at a time
-constexpr int STRETCH = 1536;               // inputs at a time with vectors: FEW times as many floats fit the first cache
+constexpr int MOST_BF16 = 24;               // bf16 tokens that are faster with vectors than with panels
+constexpr int RUN = 6, STRETCH = 1024;      // tokens at a time with vectors, if not in pairs; and inputs: so many times so many floats fit the first cache
 
 struct Weight {  // native.py has the same list of fields
     const void* values;   // [outputs, size]
@@ -92,7 +93,7 @@ void linear_block(const T* x, const W* w, float* sums, int some, int64_t depth, 
             multiply(VL);
         }
         if (d < depth) multiply(depth - d);
-        constexpr int N = M == 3 ? ROWS * 4 : ROWS * M;  // a power of two
+        constexpr int COLUMNS = M == 3 ? 4 : M > 4 ? 8 : M, N = ROWS * COLUMNS;  // powers of two
         if constexpr (N <= VL) {
             vec by_token[N] = {};                        // [M][ROWS]
             for (int m = 0; m < M; m++)
@@ -103,7 +104,13 @@ void linear_block(const T* x, const W* w, float* sums, int some, int64_t depth, 
                 for (int r = 0; r < ROWS; r++) sums[m * OUTPUTS + n + r] += all[m * ROWS + r];
         } else {
             for (int r = 0; r < ROWS; r++)
-                for (int m = 0; m < M; m++) sums[m * OUTPUTS + n + r] += sum(acc[r][m]);
+                if constexpr (COLUMNS <= VL) {
+                    vec by_token[COLUMNS] = {};
+                    for (int m = 0; m < M; m++) by_token[m] = acc[r][m];
+                    const vec all = totals<COLUMNS>(by_token);
+                    for (int m = 0; m < M; m++) sums[m * OUTPUTS + n + r] += all[m];
+                } else
+                    for (int m = 0; m < M; m++) sums[m * OUTPUTS + n + r] += sum(acc[r][m]);
         }
     }
 }
@@ -231,7 +238,7 @@ template <class T> Way way(const Weight& w, int64_t tokens) {
 #if defined(__AMX_BF16__)
     if (PAIRED<T> && amx && tokens > 1 && w.size % 32 == 0) return tokens > TILED ? Way::MANY_TILES : Way::TILES;
 #endif
-    const int most = std::is_same<T, float>::value ? 2 * FEW : std::is_same<T, bf16>::value && !w.scales ? 5 * FEW : 3 * FEW;  // measured
+    const int most = std::is_same<T, bf16>::value && !w.scales ? MOST_BF16 : 2 * RUN;  // measured
     return PAIRED<T> || tokens <= most ? Way::VECTORS : Way::PANELS;
 }
 
@@ -266,12 +273,14 @@ template <class T> void prepare(Way how, const T* x, int64_t x_stride, int64_t t
 #endif
 }
 
-template <class T, class W>  // linear_block for 1 to FEW tokens
+template <class T> constexpr int AT_ONCE = PAIRED<T> ? FEW : RUN;  // tokens, with vectors
+
+template <class T, class W>  // linear_block for 1 to AT_ONCE tokens
 void linear_few(const T* x, int64_t x_stride, const W* w, int some, int64_t size, int64_t tokens, float* sums, const W* next) {
     const int64_t part = PAIRED<T> ? size : STRETCH;  // pairs are half as large, and few rows are that long
     for (int64_t t = 0; t < tokens; t++) std::fill_n(sums + t * OUTPUTS, HALF, 0.f);
     constexpr decltype(&linear_block<T, W, 1>) BY_COUNT[] = {linear_block<T, W, 1>, linear_block<T, W, 2>, linear_block<T, W, 3>,
-                                                             linear_block<T, W, 4>};
+                                                             linear_block<T, W, 4>, linear_block<T, W, 5>, linear_block<T, W, 6>};
     for (int64_t d = 0; d < size; d += part)
         BY_COUNT[tokens - 1](x + d, w + d, sums, some, std::min(part, size - d), x_stride, size, next ? next + d * some : nullptr);
 }
@@ -427,7 +436,7 @@ void linear(const T* x, int64_t x_stride, const Weight& w, O* out, int64_t token
             }
 #endif
         for (int64_t t = first, count; t < last; t += count) {
-            const int64_t runs = up(last - t, FEW) / FEW;
+            const int64_t runs = up(last - t, AT_ONCE<T>) / AT_ONCE<T>;
             count = up(last - t, runs) / runs;  // sizes alike: each loads the block
             for (int half = 0; half < 2; half++) {
                 float* to = sums + half * HALF;
